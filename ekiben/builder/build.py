@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ekiben.builder.environment import evaluated_of
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
 from ekiben.builder.plan import (
     Action,
@@ -35,6 +36,7 @@ from ekiben.core.emulation import check_programs
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import CorruptBlob, DefinitionError, EngineError, StoreError, VerifyError
 from ekiben.formats import oci
+from ekiben.formats.evaluated import START
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
 from ekiben.store import Image, Store, StoredLayer, StoredResult
 
@@ -93,7 +95,7 @@ def stored_image(resolved: ResolvedRecipe, store: Store) -> Image:
     if missing := ", ".join(action.layer.name for action in actions if not action.stored):
         name = resolved.recipe.name
         raise VerifyError(f"{name} is not built: missing {missing}", hint=f"{command_name()} build {resolved.cli_args}")
-    return _image_of(resolved, [action.stored for action in actions if action.stored])
+    return _image_of(resolved, [action.stored for action in actions if action.stored], store)
 
 
 def ensure_layers(context: BuildContext, layers: Sequence[Layer]) -> list[StoredLayer]:
@@ -394,7 +396,7 @@ def image_name(resolved: ResolvedRecipe) -> str:
 
 def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]) -> Image:
     """Name the image of ``layers`` in the store, and return it."""
-    image = _image_of(resolved, layers)
+    image = _image_of(resolved, layers, store)
     metadata = {
         "config": image.image_id,
         "recipe": image.recipe,
@@ -434,15 +436,16 @@ def _are_intact(store: Store, digests: Iterable[str]) -> bool:
     return True
 
 
-def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer]) -> Image:
+def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer], store: Store) -> Image:
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
+    evaluated = evaluated_of(layers, store) if resolved.scripts else None
     config = oci.image_config(
         layers,
-        environment=resolved.environment,
+        environment={**resolved.environment, **(evaluated.fixed if evaluated else {})},
         labels=resolved.labels,
         epoch=epoch,
         platform=resolved.stack.platform,
-        working_dir=oci.WORKING_DIR,
+        start=oci.Start(entrypoint=[START] if evaluated and evaluated.at_start else []),
     )
     copies = (item for layer in resolved.layers for item in layer.copies)
     return Image(
@@ -454,7 +457,7 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer]) -> Image:
         stack=resolved.stack.name,
         description=recipe.file.description,
         tasks={name: task.help for name, task in recipe.file.tasks.items()},
-        environment=resolved.environment,
+        environment={**resolved.environment, **(evaluated.values if evaluated else {})},
         labels=resolved.labels,
         deffile=resolved.deffile,
         epoch=epoch,

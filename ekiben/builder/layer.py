@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben.builder.bases import load_base
+from ekiben.builder.environment import Evaluation, environment_files, environment_of
 from ekiben.builder.plan import BuildContext
 from ekiben.core.command_name import command_name
+from ekiben.core.decisions import log_decision
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import EngineError, LayerError, LockMismatchError, VerifyError
 from ekiben.core.files import make_folders
@@ -29,12 +31,13 @@ from ekiben.formats.changeset import file_entries
 from ekiben.formats.layer import File
 from ekiben.formats.tar import DigestWriter
 from ekiben.resolve.graph import BuildStage, Layer
-from ekiben.spec.definition import expand
 from ekiben.spec.definition_scripts import interpreter_command
+from ekiben.spec.environment import expand, is_known
 from ekiben.store import Store, StoredLayer, bind_layers
 
 if TYPE_CHECKING:
     from ekiben.formats.changeset import Lower
+    from ekiben.formats.evaluated import Evaluated
     from ekiben.formats.layer import LayerEntry
     from ekiben.packages.host_config import PackageSources
 
@@ -153,12 +156,35 @@ class LayerBuilder:
             if layer.kind == "files":
                 yield file_entries(files, stack.enter_context(self._below(lower)), epoch=layer.epoch)
                 return
+            if layer.kind == "environment":
+                evaluated = environment_files(self._evaluate(layer, lower, staging))
+                notes["executor"] = self.executor[0]
+                yield file_entries(evaluated, stack.enter_context(self._below(lower)), epoch=layer.epoch)
+                return
             log = stack.enter_context(self.log(layer))
             try:
                 notes["executor"] = self.executor[0]
                 yield stack.enter_context(self.run_post(layer, lower, staging, files, log.line))
             except JobFailed as error:
                 raise LayerError(log.failure(layer, error.returncode)) from error
+
+    def _evaluate(self, layer: Layer, lower: Sequence[StoredLayer], staging: Path) -> Evaluated:
+        """Return what the scripts of the environment set in the layers below. Raises LayerError, EngineError."""
+        for item in lower:
+            self.store.check_blob(item.digest)
+        lines: list[str] = []
+        evaluation = Evaluation(layer, staging / "mount/environment.d")
+        script = Script(f"{layer.name}-environment", evaluation.write(), build_environment(layer.epoch))
+        job = prepare_job(script, lower, self.store, staging, log=lines.append)
+        try:
+            self.executor[1].try_run(job)
+        except JobFailed as error:
+            raise evaluation.failure(error.returncode, lines) from error
+        evaluated = evaluation.read()
+        log_decision(f"environment of {layer.name}", "evaluated", ", ".join(evaluated.values) or "it sets nothing")
+        if evaluated.varying:
+            log_decision(f"environment of {layer.name}", ", ".join(evaluated.varying), "known where the image starts")
+        return evaluated
 
     @property
     def uses_git(self) -> bool:
@@ -209,7 +235,8 @@ class LayerBuilder:
         for file in files:
             if is_excluded(path := file.destination.lstrip("/")):
                 left_out.add(path)
-        variables = {**step.environment, **build_environment(step.epoch), **environment, **(settings or {})}
+        known = environment_of(step.environment, lower, self.store)
+        variables = {**known, **build_environment(step.epoch), **environment, **(settings or {})}
         script = Script(
             step.name,
             step.stage.post,
@@ -239,9 +266,7 @@ class LayerBuilder:
         assert layer.stage is not None
         lines: list[str] = []
         with self.store.staging() as staging:
-            settings = {**expand(layer.stage.environment, layer.environment), **build_environment(layer.epoch)}
-            command = interpreter_command(layer.stage.test)
-            script = Script(f"{layer.name}-test", layer.stage.test, settings, command)
+            script = self._test_of(layer, layers)
             job = prepare_job(script, layers, self.store, staging, log=lines.append)
             try:
                 self.executor[1].try_run(job)
@@ -250,6 +275,17 @@ class LayerBuilder:
                 raise VerifyError(
                     f"%test of {layer.name} {describe_exit(error.returncode)}. Its last lines:\n{tail}"
                 ) from error
+
+    def _test_of(self, layer: Layer, layers: Sequence[StoredLayer]) -> Script:
+        """Return the %test of a layer, run by its shebang; its %environment comes first where that is a script."""
+        assert layer.stage is not None
+        stage, known = layer.stage, environment_of(layer.environment, layers, self.store)
+        command = interpreter_command(stage.test)
+        if stage.environment and not layer.scripts and is_known(stage.environment, known):
+            known = expand(stage.environment, known)
+        elif stage.environment_text:
+            command = f"set +e\n{stage.environment_text}\nset -e\n{command}"
+        return Script(f"{layer.name}-test", stage.test, {**known, **build_environment(layer.epoch)}, command)
 
     @contextlib.contextmanager
     def log(self, step: Layer | BuildStage) -> Iterator[Log]:
@@ -260,7 +296,7 @@ class LayerBuilder:
 
     def _drift(self, layer: Layer, blob: Path) -> list[str]:
         """Return the Debian packages whose version differs from the lock."""
-        if layer.kind == "files":  # they install nothing
+        if layer.kind in ("files", "environment"):  # they install nothing
             return []
         from ekiben.formats.squashfs.reader import SquashfsReader
         from ekiben.packages.installed import DPKG_STATUS, installed_packages

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ekiben.builder.build import BuildContext, ensure_layers, prepare_job
+from ekiben.builder.environment import environment_of
 from ekiben.bundle._index import sha256_of
 from ekiben.core.command_name import command_name
 from ekiben.core.environment import build_environment
@@ -69,7 +70,7 @@ def fetch_packages(context: BuildContext, image: Image, staging: Path, *, compil
     _copy_locks(locks, mount)
     script = _FETCH_DEBS + (_FETCH_WHEELS if locks else "")
     with context.progress.step(f"fetch packages in {image.name}"):
-        _run(context, image.layers, script, resolved.environment, staging)
+        _run(context, image.layers, script, image.environment, staging)
     return mount / "bundle"
 
 
@@ -90,7 +91,8 @@ def fetch_sources(context: BuildContext, staging: Path) -> Path:
             scratch = make_folder(staging / f"source-{number}")
             _copy_locks(locks, make_folder(scratch / "mount"))
             layers = ensure_layers(context, stage.layers)
-            _run(context, layers, _FETCH_ARCHIVES, stage.environment, scratch)
+            known = environment_of(stage.environment, layers, context.store)
+            _run(context, layers, _FETCH_ARCHIVES, known, scratch)
             for path in (scratch / "mount/bundle/sources").iterdir():
                 path.rename(folder / path.name)
     if kept:

@@ -11,6 +11,7 @@ foreign_tar     tars that somebody else made, checked
 squashfs        the form in which a layer is stored
 partition       a squashfs in a file, or as a part of one
 sif             SIF files
+evaluated       what scripts of an image's environment set, and its Docker entrypoint
 runtime_files   what container runtimes look for inside an image
 oci             images in their OCI and Docker forms
 users           the users and groups that runtimes show, where upper layers change them
@@ -20,6 +21,7 @@ compare         two layers, entry by entry
 __all__ = [
     "changeset",
     "compare",
+    "evaluated",
     "foreign_tar",
     "layer",
     "left_out",

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,6 +61,19 @@ WORKING_DIR = "/work"  # of a finished image: `docker run -v "$PWD:/work"` mount
 LAYER_LABEL = "org.ekiben.layer"  # of an image: the layers added to the recipe's, separated by blanks
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a container of a finished image starts: in which folder, and the program that gets the command."""
+
+    working_dir: str = WORKING_DIR
+    entrypoint: Sequence[str] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of an image's config."""
+        entrypoint = {"Entrypoint": [*self.entrypoint]} if self.entrypoint else {}
+        return {"WorkingDir": self.working_dir, **entrypoint}
+
+
 def image_config(
     layers: Sequence[LayerRecord],
     *,
@@ -67,12 +81,11 @@ def image_config(
     labels: Mapping[str, str],
     epoch: int,
     platform: str,
-    working_dir: str | None = None,
+    start: Start | None = None,
 ) -> bytes:
     """Return the image's config; its SHA-256 is the image id in a Docker daemon.
 
-    Only a finished image has a ``working_dir``: Docker makes the folder, which would then be in a layer that is built
-    so.
+    Only a finished image has a ``start``: Docker makes the folder, which would then be in a layer that is built so.
     """
     system, architecture = platform.split("/")
     created = datetime.fromtimestamp(epoch, UTC).isoformat().replace("+00:00", "Z")
@@ -84,7 +97,7 @@ def image_config(
             "Env": [f"{name}={value}" for name, value in sorted(environment.items())],
             "Cmd": ["/bin/sh", "/.singularity.d/runscript"],
             "Labels": dict(sorted(labels.items())),
-            **({"WorkingDir": working_dir} if working_dir else {}),
+            **(start.fields() if start else {}),
         },
         "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
         "history": [{"created": created, "created_by": f"ekiben layer {layer.name}"} for layer in layers],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -20,13 +20,19 @@ class Scripts:
 
 
 def runtime_files(
-    environment: Mapping[str, str], labels: Mapping[str, str], deffile: str, scripts: Scripts
+    environment: Mapping[str, str],
+    labels: Mapping[str, str],
+    deffile: str,
+    scripts: Scripts,
+    environment_scripts: Sequence[str] = (),
 ) -> dict[str, tuple[int, bytes]]:
-    """Return the files of /.singularity.d: path → (mode, content). Values of ``environment`` are not expanded.
+    """Return the files of /.singularity.d: path → (mode, content). Values of ``environment`` are not expanded;
+    ``environment_scripts`` follow them as they are.
 
     Raises ValueError when a name cannot be an environment variable's.
     """
     exports = "".join(f"export {name}={shlex.quote(_checked(name, value))}\n" for name, value in environment.items())
+    exports += "".join("\n" + text.rstrip("\n") + "\n" for text in environment_scripts)
     texts = {
         "actions/exec": _ENTER + 'exec "$@"\n',
         "actions/run": _ENTER + 'exec /.singularity.d/runscript "$@"\n',

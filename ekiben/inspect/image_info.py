@@ -10,8 +10,10 @@ from ekiben.core.checked import NAME, Fields, parse_json
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.inner_path import AnyPath
+from ekiben.core.paths import RECIPE_HOME
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
+from ekiben.formats.evaluated import EVALUATED, START, Evaluated
 from ekiben.formats.layer import write_entries
 from ekiben.formats.sif import read_sif, sif_header
 from ekiben.formats.tar import DigestWriter
@@ -22,11 +24,13 @@ from ekiben.spec.recipe import ShippedRecipe
 from ekiben.store import Image, Store, StoredLayer
 
 _RECIPE = "opt/ekiben/recipe/recipe.yaml"
+_OF_RECIPE = {"EKIBEN_RECIPE": RECIPE_HOME}  # what an image of Ekiben's has beside what its scripts set
 
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """What the image says of itself; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it."""
+    """What the image says of itself; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it;
+    ``evaluated``: what scripts of the environment set."""
 
     recipe: str
     stack: str
@@ -37,6 +41,7 @@ class ImageInfo:
     deffile: str
     epoch: int
     distribution: dict[str, str]
+    evaluated: Evaluated | None = None
 
 
 def image_info(image: ImageReader) -> ImageInfo:
@@ -48,7 +53,8 @@ def image_info(image: ImageReader) -> ImageInfo:
     try:
         metadata = ImageMetadata.parse(image.read_through_links(IMAGE_METADATA) or b"")
         labels = Fields.of({"labels": parse_json(text(".singularity.d/labels.json"))}).texts("labels")
-        exports = shlex.split(text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n"))
+        evaluated = Evaluated.parse(image.read_through_links(EVALUATED) or b"") if metadata.is_evaluated else None
+        exports = "" if evaluated else text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n")
         release = shlex.split(text("etc/os-release"), comments=True)
         return ImageInfo(
             recipe=metadata.recipe,
@@ -56,10 +62,11 @@ def image_info(image: ImageReader) -> ImageInfo:
             layers=metadata.layers,
             compiled=metadata.compiled,
             labels=labels,
-            environment=_assignments(exports),
+            environment={**_OF_RECIPE, **evaluated.values} if evaluated else _assignments(shlex.split(exports)),
             deffile=text(".singularity.d/Singularity"),
             epoch=image.tree["opt/ekiben"][0].mtime,
             distribution=_assignments(release),
+            evaluated=evaluated,
         )
     except (ValueError, KeyError) as error:
         raise UsageError(
@@ -115,13 +122,14 @@ def _tar_digest(layer: LayerReader, progress: Progress) -> tuple[str, int]:
 
 def config_of(info: ImageInfo, layers: Sequence[StoredLayer], arch: str) -> bytes:
     """Return the image's config, whose digest is its id in a Docker daemon."""
+    evaluated = info.evaluated
     return oci.image_config(
         layers,
-        environment=info.environment,
+        environment={**_OF_RECIPE, **evaluated.fixed} if evaluated else info.environment,
         labels=info.labels,
         epoch=info.epoch,
         platform=f"linux/{arch}",
-        working_dir=oci.WORKING_DIR,
+        start=oci.Start(entrypoint=[START] if evaluated and evaluated.at_start else []),
     )
 
 

@@ -21,6 +21,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, VerifyError
 from ekiben.core.files import digest_of, open_regular
 from ekiben.core.inner_path import AnyPath
+from ekiben.formats.evaluated import EVALUATED, Evaluated
 from ekiben.formats.layer import Entry
 from ekiben.formats.sif import USERS, SifInfo, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
@@ -187,6 +188,9 @@ def _open_sif(path: AnyPath, stack: contextlib.ExitStack) -> ImageReader:
     }
     with contextlib.suppress(ValueError):  # Ekiben's images name their layers
         metadata = ImageMetadata.parse(image.read(IMAGE_METADATA) or b"")
+        if metadata.is_evaluated:
+            fixed = Evaluated.parse(image.read(EVALUATED) or b"").fixed
+            environment = {name: value for name, value in environment.items() if name == "EKIBEN_RECIPE"} | fixed
         names = [name for name, _ in metadata.layers] + [metadata.recipe]
         if len(names) == len(layers):
             layers = [

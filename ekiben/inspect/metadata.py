@@ -43,7 +43,7 @@ class CompiledWheel:
 @dataclass(frozen=True, slots=True)
 class ImageMetadata:
     """/opt/ekiben/image.json of an image: ``layers`` are (name, cache_key), without the last one;
-    ``arguments``: names that --build-arg set.
+    ``arguments``: names that --build-arg set; ``is_evaluated``: scripts set its environment.
     """
 
     recipe: str
@@ -51,6 +51,7 @@ class ImageMetadata:
     layers: list[tuple[str, str]]
     compiled: list[CompiledWheel]
     arguments: tuple[str, ...] = ()
+    is_evaluated: bool = False
 
     @classmethod
     def parse(cls, data: bytes) -> ImageMetadata:
@@ -63,4 +64,5 @@ class ImageMetadata:
             [(layer.text("name"), layer.text("cache_key", "")) for layer in fields.objects("layers")],
             [CompiledWheel.parse(item) for item in compiled if item.data.keys() >= {"package", "source", "cache_key"}],
             tuple(fields.strings("arguments")) if "arguments" in fields else (),
+            fields.text("environment", "") == "evaluated",
         )

@@ -12,6 +12,7 @@ import yaml
 from ekiben.core.atomic import new_parents
 from ekiben.core.errors import StoreError
 from ekiben.core.files import atomic_write
+from ekiben.formats.evaluated import START
 from ekiben.resolve.graph import ResolvedRecipe
 
 _HEADER = """\
@@ -31,7 +32,7 @@ def write_compose(resolved: ResolvedRecipe, folder: Path) -> Path:
         services[name] = {
             "image": _image(resolved),
             "pull_policy": "never",  # it is this machine's: whoever owns the name at a registry must not run code here
-            "entrypoint": [name],
+            "entrypoint": [START, name] if resolved.scripts else [name],
             "user": _user(),
             "volumes": [".:/work"],
             "working_dir": "/work",

@@ -12,6 +12,7 @@ from ekiben.core.environment import DEFAULT_PATH
 from ekiben.formats.layer import File
 from ekiben.resolve.keys import hash_inputs
 from ekiben.spec.definition import Definition, Stage
+from ekiben.spec.environment import EnvironmentScript
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
 from ekiben.spec.sources import Source
@@ -20,20 +21,23 @@ from ekiben.spec.stack import Stack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One step of an image. ``kind``: the header's bootstrap, a %post, or files alone.
+    """One step of an image. ``kind``: the header's bootstrap, a %post, files alone, or the evaluation of a %environment
+    that is a script.
 
-    ``environment`` is what the step below leaves behind and what runs with; ``inputs`` is the readable form of the key.
+    ``environment`` is what the step below leaves behind and what runs with, as far as it is known before a build: what
+    ``scripts`` below it set, and in an evaluation its own, comes on top. ``inputs`` is the readable form of the key.
     ``copies`` is what it takes from build stages.
     """
 
     name: str
-    kind: Literal["bootstrap", "post", "files"]
+    kind: Literal["bootstrap", "post", "files", "environment"]
     stage: Stage | None
     files: tuple[File, ...]
     environment: Mapping[str, str]
     epoch: int
     inputs: Mapping[str, Any]
     copies: tuple[StageCopy, ...] = ()
+    scripts: tuple[EnvironmentScript, ...] = ()
     cache_key: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,10 +46,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ImageState:
-    """The layers of an image or of a build stage, bottom first, and the environment that they leave."""
+    """The layers of an image or of a build stage, bottom first, and the environment that they leave: values, and from
+    the first %environment that is a script on scripts, bottom first."""
 
     layers: Sequence[Layer] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: {"PATH": DEFAULT_PATH})
+    scripts: tuple[EnvironmentScript, ...] = ()
 
     @property
     def top_key(self) -> str | None:
@@ -78,6 +84,7 @@ class BuildStage:
     job_memory: int | None
     inputs: Mapping[str, Any]
     source: Source | None = None
+    scripts: tuple[EnvironmentScript, ...] = ()
     cache_key: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,8 +105,8 @@ class StageCopy:
 class ResolvedRecipe:
     """A recipe resolved: its layers bottom first, and what its image says of itself.
 
-    ``gpu_arch`` and ``arguments`` are those that the command line gave, beside the stack's; ``deciding_arguments``:
-    names of these, where they change keys.
+    ``environment`` is known before a build; ``scripts`` set more. ``gpu_arch`` and ``arguments`` are those that the
+    command line gave, beside the stack's; ``deciding_arguments``: names of these, where they change keys.
     """
 
     recipe: Recipe
@@ -113,6 +120,7 @@ class ResolvedRecipe:
     gpu_arch: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
     deciding_arguments: tuple[str, ...] = ()
+    scripts: tuple[EnvironmentScript, ...] = ()
 
     @property
     def cli_args(self) -> str:

@@ -41,6 +41,8 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     runtime = runtime_files(resolved.environment, resolved.labels, resolved.deffile, scripts)
     if any(item.final.apps for item in resolved.definitions):
         runtime[START_FILE] = 0o755, START.encode()
+    texts = [script.text for script in resolved.scripts]
+    runtime = runtime_files(resolved.environment, resolved.labels, resolved.deffile, scripts, texts)
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
     metadata: dict[str, Any] = {
         "recipe": recipe.name,
@@ -52,6 +54,8 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         metadata["compiled"] = compiled
     if resolved.deciding_arguments:  # the names alone: a value may be a URL with a password
         metadata["arguments"] = list(resolved.deciding_arguments)
+    if resolved.scripts:  # what they set is in the file EVALUATED
+        metadata["environment"] = "evaluated"
     files += _test_files(resolved)
     files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(metadata, indent=1).encode() + b"\n"))
     inputs = {
@@ -70,6 +74,7 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         environment=resolved.environment,
         epoch=epoch,
         inputs=inputs,
+        scripts=resolved.scripts,
     )
     return replace(resolved, layers=(*resolved.layers, top))
 

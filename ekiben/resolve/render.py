@@ -206,6 +206,8 @@ def dockerfile(resolved: ResolvedRecipe) -> str:
         for key, value in sorted(resolved.environment.items())
         if environment.get(key) != value
     ]
+    if resolved.scripts:  # they set variables where a container starts
+        lines += ['ENTRYPOINT ["/.singularity.d/actions/exec"]']
     return "\n".join([*lines, 'CMD ["/bin/sh", "/.singularity.d/runscript"]', ""])
 
 
@@ -309,6 +311,9 @@ def deffile(resolved: ResolvedRecipe) -> str:
     lines += _def_stage(base, upper_layers, "image" if stages else None)
     lines += ["", "%environment"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(resolved.environment.items())]
+    for script in resolved.scripts:
+        _check_lines("environment", text := script.text.rstrip("\n"))
+        lines += [text]
     top = {file.destination: file for file in resolved.top.files}
     for section, file in (("runscript",) * 2, ("test",) * 2, ("startscript",) * 2, ("help", "runscript.help")):
         if f"/.singularity.d/{file}" in top:
@@ -408,13 +413,20 @@ def _cannot_hold(what: str) -> DefinitionError:
 
 def _check(resolved: ResolvedRecipe) -> None:
     """Raise DefinitionError for what neither of the plain files can hold."""
+    for step in _steps(resolved.layers):
+        if step.scripts and step.stage is not None and step.stage.post:
+            raise _cannot_hold(
+                f"the %post of {step.name} above a %environment that is a script, whose values it would have to know: "
+                f"{step.scripts[-1].where}"
+            )
     for name, value in resolved.environment.items():
         if "\n" in value:
             raise _cannot_hold(f"the environment variable {name}, whose value has several lines")
     for name in resolved.labels:
-        if not re.fullmatch(r"[^\s#\"'=$\\][^\s\"'=$\\]*", name):
+        if not re.fullmatch(r"[^\s#%\"'=$\\][^\s\"'=$\\]*", name):
             raise _cannot_hold(
-                f"the label '{_one_line(name)}'; write its name without blanks, quotes, '#', '=', '$' and '\\'"
+                f"the label '{_one_line(name)}'; write its name without blanks, quotes, '#', '=', '$' and '\\', and with"
+                " another first letter than '%'"
             )
 
 

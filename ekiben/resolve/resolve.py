@@ -28,16 +28,16 @@ from ekiben.spec.definition import (
     Definition,
     Stage,
     declared_arguments,
-    expand,
     load_agent,
     parent_argument,
     read_definition,
 )
 from ekiben.spec.definition_scripts import with_shebang
+from ekiben.spec.environment import EnvironmentScript, expand, is_known, table_script
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import local_path
 from ekiben.spec.sources import Source, read_sources, sources_file
-from ekiben.spec.stack import Stack, find_stack, stacks
+from ekiben.spec.stack import Stack, StackFile, find_stack, stacks
 from ekiben.spec.sums import check_recipe_locks
 
 WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it compiles
@@ -91,11 +91,13 @@ def resolve(
         labels |= definition.final.labels
         if definition.final.test:
             tests.append((definition.name, definition.final.test))
-    environment = expand(
-        {"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment},
-        state.environment,
-        f"{recipe.folder / 'recipe.yaml'}: ",
-    )
+    variables, path = {"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment}, recipe.folder / "recipe.yaml"
+    if state.scripts:
+        environment = {**state.environment, "EKIBEN_RECIPE": RECIPE_HOME}
+        if recipe.file.environment:
+            state = images.add_script(recipe.name, table_script(variables, path, f"{path}: "), state)
+    else:
+        environment = expand(variables, state.environment, f"{path}: ")
     if recipe.file.test:
         tests.append((recipe.name, with_shebang(recipe.file.test, "-e")))
     labels |= {
@@ -117,6 +119,7 @@ def resolve(
         tests=tuple(tests),
         gpu_arch=gpu_arch,
         arguments=arguments or {},
+        scripts=state.scripts,
     )
     if arguments:
         resolved = replace(resolved, deciding_arguments=_deciding_arguments(resolved, arch))
@@ -315,6 +318,7 @@ class _Images:
                 environment=environment,
                 epoch=epoch,
                 inputs=inputs,
+                scripts=state.scripts,
             )
             state = state.add(base)
         environment = {**environment, **app_environment(stage.apps)}
@@ -346,9 +350,43 @@ class _Images:
                 epoch=epoch,
                 inputs=inputs,
                 copies=copies,
+                scripts=state.scripts,
             )
             state = state.add(layer)
-        return replace(state, environment=expand(stage.environment, environment, f"{definition.path}: %"))
+        state = replace(state, environment=environment)
+        if not stage.environment_text:
+            return state
+        if stage.environment and not state.scripts and is_known(stage.environment, environment):
+            return replace(state, environment=expand(stage.environment, environment, f"{definition.path}: %"))
+        script = EnvironmentScript(stage.environment_text, definition.path, stage.environment_line)
+        return self.add_script(definition.name, script, state)
+
+    def add_script(self, name: str, script: EnvironmentScript, state: ImageState) -> ImageState:
+        """Add the layer that evaluates a script of the environment in those below it. It is a layer of its own, so that
+        another script runs no %post again.
+        """
+        epoch = self.stack.file.epoch
+        inputs = {
+            "format": KEY_FORMAT,
+            "parent": state.top_key,
+            "kind": "environment",
+            "environment": dict(state.environment),
+            "script": script.text,
+            "epoch": epoch,
+            "platform": self.stack.platform,
+        }
+        is_used = name in (self.recipe.name, *(layer.name for layer in state.layers))
+        layer = Layer(
+            name=f"{name}-environment" if is_used else name,
+            kind="environment",
+            stage=None,
+            files=(),
+            environment=state.environment,
+            epoch=epoch,
+            inputs=inputs,
+            scripts=(*state.scripts, script),
+        )
+        return replace(state.add(layer), scripts=layer.scripts)
 
     def _files_of(self, definition: Definition, stage: Stage) -> tuple[File, ...]:
         """Return the files that a stage copies from this machine, after those of its apps."""
@@ -422,33 +460,8 @@ class _Images:
                 f"{', '.join(able)} only"
             )
         if wheel:
-            # Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only
-            # the build stage has below it (the compiler), with its environment, are the build's flags.
-            shipped = {layer.cache_key for layer in runtime.layers}
-            inputs |= {
-                "wheel": wheel,
-                "tools": [
-                    [
-                        layer.name,
-                        hash_inputs(
-                            {key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")}
-                        ),
-                    ]
-                    for layer in state.layers
-                    if layer.cache_key not in shipped
-                ],
-                "environment": {
-                    key: value for key, value in state.environment.items() if runtime.environment.get(key) != value
-                },
-                "suite": stack_file.suite,
-                "python": stack_file.python,
-                "torch": stack_file.torch,
-                "cuda": stack_file.cuda,
-                "cxx11_abi": has_cxx11_abi(stack_file.torch, stack_file.cuda),
-                "capabilities": supported_archs(
-                    stack_file.compute_capabilities, stage.labels.get(MINIMUM_LABEL), definition.path
-                ),
-            }
+            archs = supported_archs(stack_file.compute_capabilities, stage.labels.get(MINIMUM_LABEL), definition.path)
+            inputs |= {"wheel": wheel, **_compiler_inputs(stack_file, state, runtime), "capabilities": archs}
         else:
             inputs |= {"parent": state.top_key, "environment": dict(state.environment)}
         return BuildStage(
@@ -463,6 +476,7 @@ class _Images:
             wheel=wheel,
             inputs=inputs,
             job_memory=_job_memory(definition, stage),
+            scripts=state.scripts,
         )
 
     def check_arguments(self) -> None:
@@ -490,6 +504,33 @@ class _Images:
 def _shell_input(stage: Stage) -> dict[str, str]:
     """Return the input of a key for what runs a %post; nothing for /bin/sh."""
     return {"shell": stage.shell} if stage.shell else {}
+
+
+def _compiler_inputs(stack_file: StackFile, state: ImageState, runtime: ImageState) -> dict[str, Any]:
+    """Return what decides about compiled code beside its source.
+
+    Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only the build
+    stage has below it (the compiler), with its environment, are the build's flags.
+    """
+    shipped = {layer.cache_key for layer in runtime.layers}
+    tools = [
+        [
+            layer.name,
+            hash_inputs({key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")}),
+        ]
+        for layer in state.layers
+        if layer.cache_key not in shipped
+    ]
+    environment = {key: value for key, value in state.environment.items() if runtime.environment.get(key) != value}
+    return {
+        "tools": tools,
+        "environment": environment,
+        "suite": stack_file.suite,
+        "python": stack_file.python,
+        "torch": stack_file.torch,
+        "cuda": stack_file.cuda,
+        "cxx11_abi": has_cxx11_abi(stack_file.torch, stack_file.cuda),
+    }
 
 
 def _missing(required: Sequence[Definition], definitions: Sequence[Definition]) -> list[str]:

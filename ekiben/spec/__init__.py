@@ -5,6 +5,7 @@ definition      a definition file of images/, and the agent of its ``Bootstrap:`
 definition_text its stages, headers and sections, and the values of its arguments
 definition_apps SCIF apps of a definition file
 definition_scripts what runs a section's script: a shebang, or `-c SHELL`
+environment     %environment: a table of values, or a shell script
 recipe          recipe.yaml; recipes by name or by path
 stack           stack.yaml, its lock files; stacks by name
 name_confusion  packages whose name means another one to a user of GPUs; here, for resolving checks every file it copies
@@ -18,6 +19,7 @@ __all__ = [
     "definition_apps",
     "definition_scripts",
     "definition_text",
+    "environment",
     "name_confusion",
     "recipe",
     "source_folders",

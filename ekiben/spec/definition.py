@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, TypedDict, cast
 
 from ekiben.core import plugins
 from ekiben.core.errors import DefinitionError, UsageError, nearest
@@ -20,6 +20,7 @@ from ekiben.core.files import read_source
 from ekiben.spec.definition_apps import APPS, App, install_script, read_apps
 from ekiben.spec.definition_scripts import SHEBANG_SECTIONS, post_command, script_file
 from ekiben.spec.definition_text import ARGUMENT, BOM, NAMELESS, Section, assignments, bind, header_pairs, split
+from ekiben.spec.environment import read_table, without_comment
 
 BASES, BASES_GROUP = "ekiben.builder.bases", "ekiben.bases"
 # What Apptainer knows. Which of them count is the agent's choice: it takes no notice of the others, and neither do we.
@@ -49,12 +50,8 @@ AGENT_HEADERS = {
     "debootstrap": ("osversion", "mirrorurl", "include"),
 }
 
-_EXPORT = re.compile(r"export[ \t]+([A-Za-z_]\w*)=(.*)")
-_NAMES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
-_HOME = re.compile(r"(?:^|:)~")
 # Files of Apptainer's to which a %post appends what the image shall set and say. Here a script has no such file.
 _WRITTEN = re.compile(r">\s*[\"']?\$(\{)?(?:APPTAINER|SINGULARITY)_(ENVIRONMENT|LABELS)\b(?(1)\})")
-_REFERENCE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +69,8 @@ class Stage:
     """One header with its sections; a file has one, or several whose files the last one copies.
 
     ``shell`` is the command that runs ``post`` where /bin/sh alone does not; the other scripts may have a shebang.
+    ``environment_text`` is %environment as written, ``environment_line`` the number of its first line; ``environment``
+    is empty where that is no table of values.
     """
 
     name: str | None
@@ -81,6 +80,8 @@ class Stage:
     post: str = ""
     shell: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    environment_text: str = ""
+    environment_line: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     test: str = ""
     help: str = ""
@@ -229,7 +230,7 @@ class _Reader:
             header=header,
             arguments={name: bind(value, arguments, lambda name: None, used) for name, value in arguments.items()},
             files=tuple(copy for section in bound if section.name == "files" for copy in self.files(section)),
-            environment=self.environment(sections.get("environment")),
+            **_environment(sections.get("environment")),
             labels=self.labels(sections.get("labels")),
             shell=post_command(sections["post"], self.problem) if "post" in sections else "",
             apps=apps,
@@ -329,7 +330,7 @@ class _Reader:
         elif stage is None and section.options.split("#")[0] and any(line.strip() for line in section.body):
             self.problem(section.line - 1, "Apptainer copies nothing of a %files that blanks follow; remove them")
         for number, line in section.lines():
-            text = _without_comment(line)
+            text = without_comment(line)
             try:
                 paths = shlex.split(text)
             except ValueError as error:
@@ -350,29 +351,6 @@ class _Reader:
             elif paths:
                 self.problem(number, f"%files wants 'source [destination]', found {len(paths)} words: {line.strip()}")
 
-    def environment(self, section: Section | None) -> dict[str, str]:
-        environment: dict[str, str] = {}
-        for number, line in section.lines() if section else ():
-            text = line.strip()
-            if not text or text.startswith("#"):
-                continue
-            match = _EXPORT.fullmatch(_without_comment(text))
-            try:
-                values = _split_shell(match[2]) if match else []
-            except ValueError:
-                values = ["", ""]
-            # A Docker image's environment is a table of values, not a script.
-            if not match or len(values) > 1:
-                self.problem(number, f"%environment takes only 'export NAME=value' lines, found: {text}")
-            elif "`" in match[2] or "$" in _REFERENCE.sub("", match[2]) or re.search(r"'[^'\"]*\$|\\\$", match[2]):
-                message = (
-                    "%environment: of what a shell expands only $NAME and ${NAME} are known, outside single quotes"
-                )
-                self.problem(number, f"{message}; write the value itself: {text}")
-            else:
-                environment[match[1]] = values[0] if values else ""
-        return environment
-
     def labels(self, section: Section | None) -> dict[str, str]:
         labels: dict[str, str] = {}
         for line in section.body if section else []:
@@ -382,54 +360,19 @@ class _Reader:
         return labels
 
 
-def _without_comment(line: str) -> str:
-    """Return a line without its comment, as a shell reads it: # at a word's start, outside quotes."""
-    quote, before, is_escaped = "", " ", False
-    for at, letter in enumerate(line):
-        if is_escaped:
-            is_escaped = False
-        elif letter == "\\" and quote != "'":
-            is_escaped = True
-        elif quote:
-            quote = "" if letter == quote else quote
-        elif letter == "#" and before.isspace():
-            return line[:at].rstrip()
-        elif letter in "\"'":
-            quote = letter
-        before = letter
-    return line
+class _Environment(TypedDict, total=False):
+    environment: Mapping[str, str]
+    environment_text: str
+    environment_line: int
 
 
-def _split_shell(text: str) -> list[str]:
-    """Split a line into a shell's words; operators (; & | and openers) are words. Raises ValueError."""
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>()")
-    lexer.whitespace_split, lexer.commenters = True, ""
-    return list(lexer)
-
-
-def expand(environment: Mapping[str, str], inherited: Mapping[str, str], where: str = "") -> dict[str, str]:
-    """Return ``inherited`` with ``environment`` on top; ``$NAME`` and ``${NAME}`` are earlier values.
-
-    The rule of %environment and of a recipe's ``environment:``. Raises DefinitionError, which begins with ``where``,
-    for what else a shell expands (``$``, backquotes, a home's ``~``) and for a name that no layer sets: it would
-    silently become empty.
-    """
-    result = dict(inherited)
-    for name, value in environment.items():
-        unknown = sorted({(ref[1] or ref[2]) for ref in _NAMES.finditer(value)} - result.keys())
-        if unknown:
-            raise DefinitionError(
-                f"{where}environment: {name} refers to ${unknown[0]}, which no layer sets, and which an image cannot"
-                " take from where it runs",
-                hint=(
-                    f"leave ${unknown[0]} out, set it in a line before, or set {name} in a task's own script, which"
-                    f" runs where ${unknown[0]} is known"
-                ),
-            )
-        if "$" in _NAMES.sub("", value) or "`" in value or _HOME.search(value):
-            raise DefinitionError(
-                f"{where}environment: {name}: of what a shell expands only $NAME and ${{NAME}} are known; "
-                f"write the value itself (found: {value})"
-            )
-        result[name] = _NAMES.sub(lambda ref: result[ref[1] or ref[2]], value)
-    return result
+def _environment(section: Section | None) -> _Environment:
+    """Return the fields of a stage that hold its %environment."""
+    if section is None or all(not line.strip() or line.lstrip().startswith("#") for line in section.body):
+        return {}
+    first = next(at for at, line in enumerate(section.body) if line.strip())
+    return {
+        "environment": read_table(section.body) or {},
+        "environment_text": "\n".join(section.body[first:]).rstrip() + "\n",
+        "environment_line": section.numbers[first],
+    }

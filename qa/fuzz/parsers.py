@@ -32,6 +32,7 @@ from ekiben.core.inner_path import InnerPath
 from ekiben.core.settings import read_settings
 from ekiben.doctor.image_requirements import requirements_of_layers, requirements_of_sif
 from ekiben.formats.changeset import Lower, normalize
+from ekiben.formats.evaluated import EVALUATED, Evaluated, read_environment
 from ekiben.formats.layer import LayerEntry
 from ekiben.formats.sif import GROUP, Signature, add_signatures, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
@@ -57,6 +58,7 @@ from ekiben.run.site import find_site
 from ekiben.signing.gpg import Keys
 from ekiben.signing.registry import _claim
 from ekiben.signing.sif import check_sif
+from ekiben.spec.bases_lock import format_bases_lock, read_bases_lock
 from ekiben.spec.definition import read_definition
 from ekiben.spec.recipe import find_recipe
 from ekiben.spec.source_folders import SourceFolders
@@ -244,6 +246,31 @@ def source_archive(world: World) -> Case:
         return build_requirements(world.put(path, data), "roof 1.0")
 
     return Case([gzip.compress(tar, mtime=0), tar, zipped.getvalue()], read, "roof 1.0")
+
+
+def bases_lock(world: World) -> Case:
+    path = world.path("case/bases.lock")
+    locked = {"ubuntu:24.04": {"linux/amd64": f"sha256:{'a' * 64}", "linux/arm64": f"sha256:{'b' * 64}"}}
+
+    def read(data: bytes) -> object:
+        return read_bases_lock(world.put(path, data))
+
+    return Case([format_bases_lock(locked).encode()], read, str(path))
+
+
+def evaluated(_world: World) -> Case:
+    """What `env -0` printed in an image, and the file that keeps it, of a layer that may be somebody else's."""
+    plain = b"A=1\0PATH=/usr/bin:/bin\0HOME=/root\0B=a\nb\0"
+    files = Evaluated({"A": "1", "CACHE": "/root/x"}, ("CACHE",), True).files()
+
+    def read(data: bytes) -> object:
+        with suppress(ValueError):
+            Evaluated.parse(data)
+        with suppress(ValueError):
+            read_environment(data, {"HOME": "/root"})
+        return None
+
+    return Case([plain, files[f"/{EVALUATED}"][1]], read)
 
 
 def site(world: World) -> Case:
@@ -970,6 +997,8 @@ CASES: dict[str, Make] = {
         locks,
         sources,
         source_archive,
+        bases_lock,
+        evaluated,
         advisories,
         advisory,
         site,
@@ -1056,6 +1085,8 @@ _READERS = {
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
     "sources": "spec/sources.py:read_sources",
+    "bases_lock": "spec/bases_lock.py:read_bases_lock",
+    "evaluated": "builder/environment.py:_read formats/evaluated.py:parse",
     "source_archive": "packages/sources.py:_read_project,build_requirements",
     "requirements": "packages/requirements.py:_project_requirements,read_requirements",
     "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",

@@ -121,6 +121,22 @@ def test_render_refuses_what_a_plain_file_cannot_hold(
             assert render(resolve(find_recipe(str(sample.path))), target, tmp_path / target).is_file()
 
 
+def test_rendered_script_of_the_environment(sample: SampleRecipe, tmp_path: Path) -> None:
+    sample.write("images/roof.def", "Bootstrap: localimage\nFrom: walls.sif\n%environment\n    export A=$HOME/x\n")
+    resolved = resolve(find_recipe(str(sample.path)))
+    text = render(resolved, "def", tmp_path / "def").read_text()
+    assert "\nexport PATH=/opt:/usr/local/sbin" in text.split("%environment\n")[1]
+    assert "\n    export A=$HOME/x\n\n%runscript" in text
+    text = render(resolved, "dockerfile", tmp_path / "docker").read_text()
+    assert text.endswith('ENTRYPOINT ["/.singularity.d/actions/exec"]\nCMD ["/bin/sh", "/.singularity.d/runscript"]\n')
+    script = (tmp_path / "docker/files/own/.singularity.d/env/90-environment.sh").read_text()
+    assert script.endswith("\n    export A=$HOME/x\n")
+    sample.replace("images/walls.def", "%environment\n", "%environment\n    . /etc/profile\n")
+    sample.replace("images/roof.def", "%environment", "%post\n    true\n%environment")
+    with pytest.raises(DefinitionError, match=r"the %post of roof above a %environment that is a script.*walls.def:14"):
+        render(resolve(find_recipe(str(sample.path))), "def", tmp_path / "refused")
+
+
 def test_rendered_description_of_several_lines_is_a_comment(sample: SampleRecipe, tmp_path: Path) -> None:
     sample.recipe(description="one\n\ntwo\n")
     for target in ("def", "dockerfile"):

@@ -104,6 +104,45 @@ def test_a_definition_that_only_sets_the_environment_is_no_layer(sample: SampleR
     assert chain.environment["ROOF"] == "red"
 
 
+ABOVE = "Bootstrap: localimage\nFrom: walls.sif\n%environment\n    export ROOF=$GREETING\n"
+
+
+@pytest.mark.parametrize("line", ["    export A=$HOME/x\n", "    . /etc/profile\n"])
+def test_a_script_of_the_environment_is_a_layer(sample: SampleRecipe, line: str) -> None:
+    sample.replace("images/walls.def", "%environment\n", f"%environment\n{line}")
+    sample.write("images/roof.def", ABOVE)
+    sample.recipe(environment={"TOP": "$ROOF"})
+    resolved = resolve(find_recipe(str(sample.path)))
+    kinds = [(layer.name, layer.kind) for layer in resolved.layers]
+    environments = [(name, "environment") for name in ("walls-environment", "roof", "own-environment")]
+    assert kinds[:-1] == [("ground", "bootstrap"), ("walls", "post"), *environments]
+    assert [script.where.rpartition("/")[2] for script in resolved.scripts] == [
+        "walls.def:14",
+        "roof.def:4",
+        "recipe.yaml",
+    ]
+    assert resolved.scripts[2].text.endswith('export TOP="$ROOF"')
+    assert "ROOF" not in resolved.environment
+    (text,) = [file.content.decode() for file in resolved.top.files if file.destination.endswith("90-environment.sh")]
+    assert text.endswith(
+        f"\n{line}    export GREETING=hello\n    export PATH=/opt:$PATH\n\n    export ROOF=$GREETING\n\n"
+        f'export EKIBEN_RECIPE="/opt/ekiben/recipe"\nexport TOP="$ROOF"\n'
+    )
+
+
+def test_another_script_runs_no_script_of_its_layer_again(sample: SampleRecipe) -> None:
+    sample.replace("images/walls.def", "%environment\n", "%environment\n    . /etc/profile\n")
+    rebuilt = changed(sample, lambda: sample.replace("images/walls.def", "/etc/profile", "/etc/other"))
+    assert {"walls-environment", "roof"} <= rebuilt
+    assert "walls" not in rebuilt
+
+
+def test_recipe_s_values_are_no_script(sample: SampleRecipe) -> None:
+    sample.replace("images/walls.def", "%environment\n", "%environment\n    . /etc/profile\n")
+    sample.recipe(environment={"A": "$(id)"})
+    assert "own/recipe.yaml: environment: A: of what a shell expands only $NAME" in refusal(sample)
+
+
 class TestKeys:
     """What changes which keys. ``own`` is the recipe's last layer, which holds all there is to say about the image."""
 

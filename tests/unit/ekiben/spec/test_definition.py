@@ -8,8 +8,9 @@ import pytest
 
 from ekiben.core.errors import DefinitionError
 from ekiben.spec.bases_lock import base_reference
-from ekiben.spec.definition import Copy, Definition, declared_arguments, expand, read_definition
+from ekiben.spec.definition import Copy, Definition, declared_arguments, read_definition
 from ekiben.spec.definition_scripts import interpreter_command
+from ekiben.spec.environment import depends_on_start, expand, table_script
 
 HEADER = "Bootstrap: localimage\nFrom: python.sif\n"
 DIGEST = "sha256:" + "0" * 64
@@ -158,27 +159,60 @@ class TestEnvironment:
             "A=b",
             "export A",
             "export A=b B=c",
+            "export A= b",
             "export A=b; export B=c",
             "export A=b;",
+            "export A=b \\",
             "export A=b && true",
+            "export A=b\nexport A=c",
             "if true; then export A=b; fi",
             ". /etc/profile",
             'export A="b',
             "unset A",
-            "export A=$(date)",
             "export 1A=b",
+            *(
+                f"export A={value}"
+                for value in ("`date`", '"$(date)"', "${A:-b}", "$1", "a$", "'$HOME'", r"\$HOME", '"\\$HOME"', r"a\ b")
+            ),
+            "export A=~/x",
+            "export A='~'",
+            "export A=b:~/c",
         ],
     )
-    def test_script_in_environment_is_refused(self, tmp_path: Path, line: str) -> None:
-        assert problems(tmp_path, f"{HEADER}%environment\n# fine\n{line}\n") == [
-            f"x.def:5: %environment takes only 'export NAME=value' lines, found: {line}"
-        ]
+    def test_more_than_values_is_a_script_as_it_is_written(self, tmp_path: Path, line: str) -> None:
+        stage = read(tmp_path, f"{HEADER}%environment\n\n  {line}\n# remark\n").final
+        assert (stage.environment, stage.environment_text, stage.environment_line) == ({}, f"  {line}\n# remark\n", 5)
 
-    @pytest.mark.parametrize("value", ["`date`", '"$(date)"', "${A:-b}", "$1", "a$", "'$HOME'", r"\$HOME", '"\\$HOME"'])
-    def test_shell_expansion_in_environment_is_refused(self, tmp_path: Path, value: str) -> None:
-        (problem,) = problems(tmp_path, f"{HEADER}%environment\nexport A={value}\n")
-        assert problem.startswith("x.def:4: %environment")
-        assert "write the value itself" in problem or "takes only" in problem
+    def test_remarks_alone_are_nothing(self, tmp_path: Path) -> None:
+        stage = read(tmp_path, f"{HEADER}%environment\n  # export A=b\n\n").final
+        assert (stage.environment, stage.environment_text) == ({}, "")
+
+    @pytest.mark.parametrize(
+        ("text", "depends"),
+        [
+            ("export A=b C=$HOME/x; D=e # remark\n\nexport D\nunset A", False),
+            ('export A="${B:-c d}"', False),
+            ("A=b program", True),
+            ("program", True),
+            (". /etc/profile", True),
+            ("[ -d /x ] && export A=b", True),
+            ("if true; then A=b; fi", True),
+            ("export A=$(date)", True),
+            ("export A=`date`", True),
+            ("export A=$RANDOM", True),
+            ("export A=$1", True),
+            ('export A="first\nsecond"', True),
+            ("export A=b \\\n C=d", True),
+            ("export -f A", True),
+        ],
+    )
+    def test_script_depends_on_the_start(self, text: str, depends: bool) -> None:
+        assert depends_on_start(text) is depends
+
+    def test_values_of_a_recipe_become_a_script(self) -> None:
+        script = table_script({"A": 'a "b" $B', "C": "$A\\ ${D}"}, Path("recipe.yaml"))
+        assert script.text == 'export A="a \\"b\\" $B"\nexport C="$A\\\\ ${D}"'
+        assert (script.required, script.where) == (("B", "D"), "recipe.yaml")
 
     def test_expand_uses_earlier_variables(self) -> None:
         inherited = {"PATH": "/bin", "B": "old"}
@@ -249,7 +283,7 @@ class TestSections:
         assert final.labels == {"x": "2", "y": "1"}
 
     def test_problems_of_joined_sections_have_their_lines(self, tmp_path: Path) -> None:
-        found = problems(tmp_path, HEADER + "%environment\n A\n%help\n%environment\n B\n")
+        found = problems(tmp_path, HEADER + "%files\n a b c\n%help\n%files\n d e f\n")
         assert [problem.split(":")[1] for problem in found] == ["4", "7"]
 
     @pytest.mark.parametrize("section", ["post", "Post", "POST ", "post # install", "post  #x", "%post"])
@@ -493,10 +527,8 @@ class TestRefused:
         assert problem.startswith(message)
 
     def test_all_problems_of_a_file_are_reported(self, tmp_path: Path) -> None:
-        found = problems(
-            tmp_path, "Bootstrap: docker\nFrom: Debian:12\nFoo: 1\n%pots\n%files\n a b c\n%environment\nA=b\n"
-        )
-        assert [problem.split(":")[1] for problem in sorted(found)] == ["1", "3", "4", "6", "8"]
+        found = problems(tmp_path, "Bootstrap: docker\nFrom: Debian:12\nFoo: 1\n%pots\n%files\n a b c\n%post x\nA=b\n")
+        assert [problem.split(":")[1] for problem in sorted(found)] == ["1", "3", "4", "6", "7"]
 
     def test_unreadable_file_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "x.def").write_bytes(b"Bootstrap: \xff\n")
