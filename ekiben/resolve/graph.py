@@ -138,6 +138,7 @@ class ResolvedRecipe:
         sources = self.recipe.sources
         named = [self.recipe.folder / "recipe.yaml", self.stack.folder / "stack.yaml"]
         named += [definition.path for definition in self.definitions]
+        named += [Path(item.final.header["file"]) for item in self.definitions if "file" in item.final.header]
         paths = {follow(path) for path in named} | {file.real for file in files_of(self.layers) if file.real}
         return sorted(path for path in paths if sources.is_outside(path))
 

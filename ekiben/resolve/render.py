@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ekiben.core.atomic import is_vacant, new_folder
 from ekiben.core.environment import build_environment
-from ekiben.core.errors import DefinitionError, StoreError
+from ekiben.core.errors import DefinitionError, StoreError, UsageError
 from ekiben.core.files import digest_of
 from ekiben.formats.layer import File
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
@@ -214,6 +214,8 @@ def dockerfile(resolved: ResolvedRecipe) -> str:
 def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
     assert layer.stage is not None
     tar = tars.get(layer.cache_key)
+    if "file" in layer.stage.header:
+        raise UsageError(f"a Dockerfile cannot begin with a SIF: From: {layer.stage.header['from']}")
     return ["FROM scratch", f"ADD {tar} /"] if tar else [f"FROM {layer.stage.header['from']}"]
 
 
@@ -425,8 +427,8 @@ def _check(resolved: ResolvedRecipe) -> None:
     for name in resolved.labels:
         if not re.fullmatch(r"[^\s#%\"'=$\\][^\s\"'=$\\]*", name):
             raise _cannot_hold(
-                f"the label '{_one_line(name)}'; write its name without blanks, quotes, '#', '=', '$' and '\\', and with"
-                " another first letter than '%'"
+                f"the label '{_one_line(name)}'; write its name without blanks, quotes, '#', '=', '$' and '\\', and not"
+                " with '%' first"
             )
 
 

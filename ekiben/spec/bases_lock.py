@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.command_name import command_name
@@ -73,15 +74,24 @@ def tags_of(definitions: Iterable[Definition]) -> dict[str, Definition]:
 
 
 def bind_bases(definition: Definition, recipe_folder: Path, stack: Stack, sources: SourceFolders) -> Definition:
-    """Return the definition with the digest in each From: that names an image by a tag, for the stack's platform.
+    """Return the definition with the digest in each From: that names an image by a tag, for the stack's platform, and
+    with the digest of each file.
 
-    Raises DefinitionError where bases.lock has none.
+    Raises DefinitionError where bases.lock has none, and for a file that is no base, or may not be read.
     """
     stages = tuple(_bind(stage, definition, recipe_folder, stack, sources) for stage in definition.stages)
     return replace(definition, stages=stages) if stages != definition.stages else definition
 
 
 def _bind(stage: Stage, definition: Definition, recipe_folder: Path, stack: Stack, sources: SourceFolders) -> Stage:
+    agent: Any = load_agent(stage.bootstrap)  # of these functions an agent has those that it needs
+    if stage.parent is None and hasattr(agent, "image_file"):
+        path = sources.check(
+            definition.root / agent.image_file(stage.header),
+            f"{definition.path}:{_line_of_from(definition.text)}: From",
+        )
+        digest = agent.file_digest(path, stack.arch)
+        return replace(stage, header={**stage.header, "file": str(path), "digest": digest})
     if not (reference := base_reference(stage)):
         return stage
     if "@" not in reference:

@@ -37,7 +37,8 @@ FINAL_ONLY = ("environment", "help", "runscript", "startscript")
 UNUSED = {
     "fingerprints": "no signature is checked while an image is built; `verify --key` checks one",
 }
-LOCAL = "localimage"  # the one bootstrap that is no agent: it names the layer below
+LOCAL = "localimage"  # names the layer below; its agent is for the path of a SIF
+PATHS = ("/", "./", "../")  # begin a From: that is a file
 REFUSED = {
     "setup": "it runs on the host, outside any cache key; do the work in %post",
     "pre": "it runs on the host, outside any cache key; do the work in %post",
@@ -96,8 +97,10 @@ class Stage:
 
     @property
     def parent(self) -> str | None:
-        """Return the definition below this stage: ``From: python.sif`` names ``python``."""
-        return Path(self.header["from"]).name.removesuffix(".sif") if self.bootstrap == LOCAL else None
+        """Return the definition below this stage: ``From: python.sif`` names ``python``; a path names a file."""
+        source = self.header["from"]
+        is_layer = self.bootstrap == LOCAL and not source.startswith(PATHS)
+        return Path(source).name.removesuffix(".sif") if is_layer else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,17 +282,14 @@ class _Reader:
         if bootstrap == LOCAL:
             if not header.get("from"):
                 self.problem(line, f"Bootstrap: {LOCAL} needs 'From:'")
-            elif header["from"].startswith(("/", "~")):
-                self.problem(
-                    line,
-                    f"From: {header['from']}: a layer is named, not a file: From: NAME.sif means images/NAME.def",
-                )
+            elif header["from"].startswith("~"):
+                self.problem(line, f"From: {header['from']}: write the file's path, as /home/NAME/base.sif")
         else:
             try:
                 for problem in load_agent(bootstrap).header_problems(header):
                     self.problem(line, problem)
             except UsageError as error:
-                known = [LOCAL, *plugins.names(BASES, BASES_GROUP)]
+                known = plugins.names(BASES, BASES_GROUP)
                 missing = f"'Bootstrap: {bootstrap}' is not supported." if bootstrap else "no 'Bootstrap:' key."
                 self.problem(line, str(error) if bootstrap in known else missing + nearest(bootstrap, known))
         header.setdefault("from", "")

@@ -383,7 +383,7 @@ REFUSED_HEADERS: dict[str, Refusal] = {
         for key in UNUSED
     },
     "a tag": ("Bootstrap: docker\nFrom: debian:12\n", "is not locked", "a tag without a lock"),
-    "a file": ("Bootstrap: localimage\nFrom: /srv/base.sif\n", "a layer is named, not a file", "`From:` with a path"),
+    "a home": ("Bootstrap: localimage\nFrom: ~/base.sif\n", "write the file's path", "`From: ~/…`"),
     "a mirror": (
         "Bootstrap: debootstrap\nOSVersion: bookworm\nMirrorURL: http://mirror.example.org/\n",
         "MirrorURL: is not used",

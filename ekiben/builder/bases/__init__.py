@@ -4,6 +4,11 @@ To add an agent, add one file here: its name is the file's name, its functions a
 distribution of your own can offer one, too: an entry point of the group `ekiben.bases` that names the module.
 Definition files are read by ekiben.spec.definition, which asks the agent what is wrong with a header; so keep heavy
 imports inside `entries`.
+
+An agent may have further functions, which ekiben.spec.bases_lock calls. ``image_reference(header)`` names the image of
+a registry, whose tag bases.lock binds: the header that the other functions get has its digest in ``from``.
+``image_file(header)`` names a file, and ``file_digest(path, arch)`` returns its digest: their header has ``file``, the
+path, and ``digest``.
 """
 
 from __future__ import annotations
