@@ -51,6 +51,27 @@ AGENT_HEADERS = {
     "debootstrap": ("osversion", "mirrorurl", "include"),
 }
 
+# Agents of Apptainer's that are none here, and the way around.
+_PULLED = "`apptainer pull base.sif {}://…` once, then Bootstrap: localimage and From: ./base.sif"
+_CONVERTED = "`apptainer build base.sif {}` once, then Bootstrap: localimage and From: ./base.sif"
+OTHER_AGENTS = {
+    "library": _PULLED.format("library"),
+    "shub": _PULLED.format("shub"),
+    "oras": _PULLED.format("oras"),
+    "docker-daemon": "push the image to a registry, then Bootstrap: docker; or "
+    + _CONVERTED.format("docker-daemon:NAME"),
+    "docker-archive": _CONVERTED.format("docker-archive:FILE"),
+    "oci": _CONVERTED.format("oci:FOLDER"),
+    "oci-archive": _CONVERTED.format("oci-archive:FILE"),
+    "scratch": _CONVERTED.format("FILE.def"),
+    "busybox": "an image with busybox from a registry: Bootstrap: docker and From: busybox",
+    "arch": "an image of the distribution from a registry: Bootstrap: docker and From: archlinux",
+    **dict.fromkeys(
+        ("yum", "dnf"), "an image of the distribution from a registry: Bootstrap: docker and From: rockylinux:9"
+    ),
+    "zypper": "an image of the distribution from a registry: Bootstrap: docker and From: opensuse/leap",
+}
+
 # Files of Apptainer's to which a %post appends what the image shall set and say. Here a script has no such file.
 _WRITTEN = re.compile(r">\s*[\"']?\$(\{)?(?:APPTAINER|SINGULARITY)_(ENVIRONMENT|LABELS)\b(?(1)\})")
 
@@ -290,8 +311,9 @@ class _Reader:
                     self.problem(line, problem)
             except UsageError as error:
                 known = plugins.names(BASES, BASES_GROUP)
-                missing = f"'Bootstrap: {bootstrap}' is not supported." if bootstrap else "no 'Bootstrap:' key."
-                self.problem(line, str(error) if bootstrap in known else missing + nearest(bootstrap, known))
+                missing = f"'Bootstrap: {bootstrap}' is not supported" if bootstrap else "no 'Bootstrap:' key"
+                way = f": {OTHER_AGENTS[bootstrap]}" if bootstrap in OTHER_AGENTS else f".{nearest(bootstrap, known)}"
+                self.problem(line, str(error) if bootstrap in known else missing + way)
         header.setdefault("from", "")
         return header
 

@@ -500,6 +500,11 @@ class TestRefused:
             ),
             ("From: a.sif\n", "x.def:1: no 'Bootstrap:' key. Known: debootstrap, docker, localimage."),
             ("Bootstrap: dokcer\nFrom: a\n", "x.def:1: 'Bootstrap: dokcer' is not supported. Did you mean 'docker'?"),
+            (
+                "Bootstrap: library\nFrom: a\n",
+                "x.def:1: 'Bootstrap: library' is not supported: `apptainer pull base.sif library://…` once, then"
+                " Bootstrap: localimage and From: ./base.sif",
+            ),
             ("Bootstrap: localimage\n", "x.def:1: Bootstrap: localimage needs 'From:'"),
             ("Bootstrap: debootstrap\n", "x.def:1: Bootstrap: debootstrap needs 'OSVersion: <suite>'"),
             (
