@@ -284,15 +284,6 @@ class _Reader:
                 header[key] = value
         return self.checked_header(header, section.line)
 
-    def check_mirror(self, section: Section) -> None:
-        for number, line in section.lines():
-            if re.match(r"mirrorurl[ \t]*:[ \t]*[^ \t#]", line, re.IGNORECASE) and not ARGUMENT.search(line):
-                self.problem(
-                    number,
-                    "MirrorURL: is not used, because the mirror is the machine's: give it with --build-arg"
-                    " mirror=URI or APT's sources, and write 'MirrorURL: {{ mirror }}' here",
-                )
-
     def checked_header(self, header: dict[str, str], line: int) -> dict[str, str]:
         bootstrap = header.setdefault("bootstrap", "")
         for key in sorted(header.keys() & UNUSED.keys()):

@@ -384,11 +384,6 @@ REFUSED_HEADERS: dict[str, Refusal] = {
     },
     "a tag": ("Bootstrap: docker\nFrom: debian:12\n", "is not locked", "a tag without a lock"),
     "a home": ("Bootstrap: localimage\nFrom: ~/base.sif\n", "write the file's path", "`From: ~/…`"),
-    "a mirror": (
-        "Bootstrap: debootstrap\nOSVersion: bookworm\nMirrorURL: http://mirror.example.org/\n",
-        "MirrorURL: is not used",
-        "`MirrorURL:`",
-    ),
     "an unknown key": (f"{HEADER}IncludeAll: yes\n", "unknown key 'IncludeAll'", "other keys"),
     **{
         agent: (f"Bootstrap: {agent}\nFrom: x\n", f"'Bootstrap: {agent}' is not supported", f"`{agent}`")

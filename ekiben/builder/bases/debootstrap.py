@@ -1,5 +1,5 @@
 """A base without a registry: ``Bootstrap: debootstrap`` made with mmdebstrap, which needs no root and gives the same
-bytes each time. The mirror is the host's own, and leaves no trace in the layer."""
+bytes each time. The mirror is the machine's, else that of ``MirrorURL:``, and leaves no trace in the layer."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PLAIN = "ekiben-mmdebstrap-"
 _PINS = Path("/etc/apt/preferences.d/ekiben")
 _SUITE = re.compile(r"[a-z0-9][a-z0-9._/-]*")
+_MIRROR = re.compile(r"[a-z][a-z+]*:/[!-~]+")
 # Debian's policy for names, with apt's NAME:ARCHITECTURE and NAME=VERSION.
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+)?")
 
@@ -50,8 +51,19 @@ def header_problems(header: Mapping[str, str]) -> list[str]:
     problems = (
         [] if _SUITE.fullmatch(suite) else [f"OSVersion: {suite!r:.100} is not the name of a suite, as bookworm is"]
     )
+    mirror = header.get("mirrorurl", "")
+    if mirror and not mirror.startswith("deb ") and not _MIRROR.fullmatch(mirror):
+        problems.append(f"MirrorURL: {mirror!r:.100} is not the URI of an archive, as http://deb.debian.org/debian is")
     wrong = [name for name in _package_names(header.get("include", "")) if not _PACKAGE.fullmatch(name)]
     return problems + [f"Include: {name!r:.100} is not the name of a package" for name in wrong]
+
+
+def source_lines(header: Mapping[str, str], machine: str) -> str:
+    """Return sources.list lines for the header: the machine's where they have its suite, else those of MirrorURL:."""
+    suite, mirror = header["osversion"], header.get("mirrorurl", "")
+    if not mirror or mirror.startswith("deb ") or any(suite in line.split() for line in machine.splitlines()):
+        return machine
+    return f"deb {mirror} {suite} main\n"
 
 
 def key_inputs(header: Mapping[str, str]) -> dict[str, str]:
@@ -68,7 +80,9 @@ def entries(
 
     notes["executor"] = "mmdebstrap"
     with contextlib.ExitStack() as stack:
-        lines = stack.enter_context(mount_debs(sources.debs)) if sources.debs else sources.sources
+        assert layer.stage is not None
+        machine = source_lines(layer.stage.header, sources.sources)
+        lines = stack.enter_context(mount_debs(sources.debs)) if sources.debs else machine
         yield from _bootstrapped(layer, staging / "root.tar", lines, sources.pins, log, stack)
 
 
