@@ -16,7 +16,7 @@ from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.resolve.apps import START, START_FILE
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
 from ekiben.resolve.keys import KEY_FORMAT, mode_of
-from ekiben.spec.definition_scripts import is_plain, with_shebang, without_plain_shebang
+from ekiben.spec.definition_scripts import is_plain, with_shebang
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import read_pins
@@ -149,7 +149,7 @@ def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
     execute = 'if [ $# -gt 0 ]; then exec "$@"; fi\n'
     if recipe.file.default_task:
         return f"{execute}exec {recipe.file.default_task}\n"
-    if script := without_plain_shebang(_last(resolved, "runscript")):
+    if script := _last(resolved, "runscript"):
         if not is_plain(script):  # only /bin/sh knows what a task is
             script = f'exec {_RUNSCRIPT} "$@"\n'
         tasks = "|".join(recipe.file.tasks)
@@ -193,7 +193,7 @@ _TEST_SCRIPT = f"""\
 for script in {TESTS}/*.sh; do
     [ -e "$script" ] || continue
     echo "test: ${{script##*/}}"
-    "$script" </dev/null || {{ echo "test: ${{script##*/}} FAILED"; exit 1; }}
+    "$script" </dev/null || {{ code=$?; echo "test: ${{script##*/}} FAILED"; exit $code; }}
 done
 echo "test: all passed"
 """

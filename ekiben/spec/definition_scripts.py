@@ -74,11 +74,6 @@ def is_plain(text: str) -> bool:
     return not text.startswith("#!") or text.partition("\n")[0] == _PLAIN
 
 
-def without_plain_shebang(text: str) -> str:
-    """Return a script_file() without the shebang that says nothing."""
-    return text.removeprefix(f"{_PLAIN}\n")
-
-
 def with_shebang(text: str, *options: str) -> str:
     """Return a script with a shebang: its own, or that of /bin/sh with ``options``."""
     return text if text.startswith("#!") else " ".join([_PLAIN, *options]) + f"\n{text}"

@@ -583,18 +583,22 @@ class Lab:
 
     def sif(self, text: str) -> Path:
         """Our image of a definition file, as a SIF."""
+        return self.sif_and_image(text)[0]
+
+    def sif_and_image(self, text: str) -> tuple[Path, Image]:
+        """The same, and its layers."""
         _, image = self.build(text)
         sif = self.recipe.path / "ours.sif"
         export(image, self.store, Progress(quiet=True), formats=("sif",), output=sif)
         sif.chmod(0o644)
-        return sif
+        return sif, image
 
-    def sandbox(self, text: str) -> Path:
+    def sandbox(self, text: str, *options: str) -> Path:
         """Apptainer's image of the same file, as a folder."""
         self.recipe.write("corpus.def", text.replace("@HERE@", str(self.recipe.path)))
         sandbox = Path(tempfile.mkdtemp(dir=self.out)) / "tree"
         give(sandbox.parent, USER)
-        self.apptainer("build", "--fakeroot", "--sandbox", sandbox, "corpus.def")
+        self.apptainer("build", "--fakeroot", "--sandbox", *options, sandbox, "corpus.def")
         return sandbox
 
 
