@@ -6,6 +6,7 @@ pin is a constraint, and is not installed a second time. SHA256SUMS tells later 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,11 +22,12 @@ from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, U
 from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
 from ekiben.packages.requirements import read_requirements
+from ekiben.project.explain import Alternative, find_constraints, find_held_back, find_ways_out
 from ekiben.project.sources import Resolution, SourceSettings, resolve_packages
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, read_recipe
 from ekiben.spec.sources import Source, format_sources, read_sources, sources_file
-from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins
+from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins, stacks
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
 
 _WHEEL = "org.ekiben.wheel"  # label of a build stage: the package that it compiles for the layer
@@ -40,6 +42,7 @@ class Below:
     pins: str
     compiled: Mapping[str, str]
     absent: tuple[str, ...]
+    by_layer: Mapping[str, str]  # the same pins, of each layer
 
     @property
     def versions(self) -> dict[str, str]:
@@ -175,6 +178,8 @@ def _lock_for(
         for item in sources
         if item not in known
     )
+    if not keep:
+        yield from find_held_back(resolution, below.pins + pins, below.by_layer)
     yield from (
         f"{recipe.folder.name}/{target.relative_to(recipe.folder)}: {line}"
         for line in _differences(old, locked[target])
@@ -205,7 +210,7 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
         DefinitionError: a definition is wrong, or a lock file below is missing.
     """
     definitions = _definitions_below(recipe, stack)
-    pins, compiled = "", dict[str, str]()
+    by_layer, compiled = dict[str, str](), dict[str, str]()
     for definition in definitions:
         for stage in definition.stages:
             locks = [
@@ -219,12 +224,13 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
                     raise DefinitionError(f"{definition.path}: %files: {lock} is not there")
             text = "".join(map(read_source, locks))
             if stage is definition.final:
-                pins += text
+                by_layer[definition.name] = text
             elif name := stage.labels.get(_WHEEL):
                 versions = {canonicalize_name(pin): version for pin, version, _ in read_pins(text)}
                 compiled[canonicalize_name(name)] = versions.get(canonicalize_name(name), "")
+    pins = "".join(by_layer.values())
     absent = tuple(line.removeprefix(UNLOCKED) for line in pins.splitlines() if line.startswith(UNLOCKED))
-    return Below(tuple(item.name for item in definitions), pins, compiled, absent)
+    return Below(tuple(item.name for item in definitions), pins, compiled, absent, by_layer)
 
 
 def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
@@ -266,21 +272,42 @@ def _compile(source: Path, resolution: Resolution, below: Below, settings: Sourc
     try:
         text, sources = resolve_packages(resolution, settings)
     except ProcessError as error:
-        raise _explained(source, error.stderr.strip(), below) from error
+        raise _explained(source, error.stderr.strip(), below, resolution) from error
     return _new_blocks(source, text, below.versions), sources
 
 
-def _explained(source: Path, message: str, below: Below) -> DefinitionError | FetchError:
+def _explained(source: Path, message: str, below: Below, resolution: Resolution) -> DefinitionError | FetchError:
     if "No solution found" in message and not re.search("fetch|network|could not be queried", message, re.IGNORECASE):
+        constraints = [f"\n  {item}" for item in find_constraints(message, below.by_layer)]
+        ways = find_ways_out(resolution, lambda: _alternatives(resolution, below)) if constraints else []
         return DefinitionError(
             f"{source} does not go with the layers {', '.join(below.layers)}, or an index has no wheel for"
-            f" it:\n{message}",
+            f" it:{''.join(constraints)}\n{message}",
             hint=(
-                "ask for versions that go with what those layers have, or for another layer in the definition's From:"
-                " line"
+                "what works, as tried: " + "; or ".join(ways)
+                if ways
+                else "ask for versions that go with what those layers have, or for another layer in the definition's"
+                " From: line"
             ),
         )
     return FetchError(f"{source} could not be resolved:\n{message}")
+
+
+def _alternatives(resolution: Resolution, below: Below) -> Iterator[Alternative]:
+    """Yield other layers that the recipe's could stand on: its stack's lower ones, then the same ones of others."""
+    recipe, stack = resolution.recipe, resolution.stack
+    definition = f"{recipe.folder / 'images' / recipe.file.layer}.def"
+    for end in range(len(below.layers) - 1, 0, -1):
+        pins = "".join(below.by_layer.get(name, "") for name in below.layers[:end])
+        if pins:
+            yield Alternative(f"`From: {below.layers[end - 1]}.sif` in {definition}", pins, below.absent)
+    for other in stacks(recipe.image_folders, recipe.sources):
+        if other.name == stack.name or stack.arch not in other.file.architectures:
+            continue
+        with contextlib.suppress(DefinitionError):
+            layers = read_below(recipe, replace(other, arch=stack.arch))
+            change = f"`stack: {other.name}` in {recipe.folder / 'recipe.yaml'}"
+            yield Alternative(change, layers.pins, (*layers.absent, *layers.compiled))
 
 
 def _new_blocks(source: Path, resolved: str, known: Mapping[str, str]) -> str:

@@ -237,8 +237,6 @@ class _Reader:
                 f"argument '{name}' is declared and never used; remove it or write {{{{ {name} }}}}",
             )
         header = self.header(bound[0])
-        if header["bootstrap"] == "debootstrap":
-            self.check_mirror(parts[0])
         sections = self.sections(bound[1:])
         self.check_script(sections.get("post"))
         apps = read_apps(bound[1:], self.problem)
