@@ -35,8 +35,25 @@ _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 _OPTION = re.compile(
     r"(?P<name>-i|-f|--index-url|--extra-index-url|--find-links)(?:=|\s+)(?P<index>\S+)|--pre|--prefer-binary"
 )
+_HINTS = (
+    (
+        re.compile(r"\s--hash[=\s]"),
+        "`ekiben lock` writes hashes itself; without them: sed -i -E 's/[ \\\\]*--hash[= ][^ ]+//g; s/[ \\\\]+$//'"
+        " requirements.txt",
+    ),
+    (
+        re.compile(r"^(-e|--editable|\.|/)|file:|@\s*[./]"),
+        "a folder is not locked: put its modules into the recipe's entrypoints/, or name its git repository: NAME @"
+        " git+https://HOST/PATH@COMMIT",
+    ),
+    (
+        re.compile(r"https?://"),
+        "an archive's URL is not locked: name the package, and its index with --extra-index-url or --find-links",
+    ),
+)
 _LONG_OPTION = {"-i": "--index-url", "-f": "--find-links"}
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
+_FILE = re.compile(r"(?P<name>-r|-c|--requirements?|--constraints?)(?:=|\s+|(?<=-[rc]))(?P<path>\S.*)")
 _GIT = re.compile(r"(^|[@\s])git\+", re.IGNORECASE)
 _WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 
@@ -54,12 +71,15 @@ class GitRequirement:
 class RequirementsFile:
     """A requirements file that was read and checked. ``options`` are those of indexes, as uv takes them;
     ``exclude_newer`` is the date of its comment, "" without one; ``git`` are those of git repositories.
+    ``constraints`` are lines of files after ``-c``, ``files`` all files that were read.
     """
 
     options: tuple[str, ...]
     requirements: tuple[Requirement, ...]
     exclude_newer: str = ""
     git: tuple[GitRequirement, ...] = ()
+    constraints: tuple[Requirement, ...] = ()
+    files: tuple[Path, ...] = ()
 
     @property
     def text(self) -> str:
@@ -67,8 +87,11 @@ class RequirementsFile:
         return "".join(f"{line}\n" for line in (*self.options, *map(_format_requirement, self.requirements)))
 
 
-def read_requirements(source: Path, sources: SourceFolders, *, takes_git: bool = False) -> RequirementsFile:
-    """Read requirements.txt, pyproject.toml or an .in file; with ``takes_git``, git repositories in it, too.
+def read_requirements(
+    source: Path, sources: SourceFolders, *, is_recipe: bool = False, _above: tuple[Path, ...] = ()
+) -> RequirementsFile:
+    """Read requirements.txt, pyproject.toml or an .in file; of a recipe, also git repositories and files after ``-r``
+    and ``-c``, which lie in ``sources``.
 
     Raises:
         DefinitionError: something in it is not a package of an index, or cannot be read; an index is a folder outside
@@ -77,15 +100,32 @@ def read_requirements(source: Path, sources: SourceFolders, *, takes_git: bool =
     text = read_source(source)
     is_project = source.suffix == ".toml"
     options, requirements, git = list[str](), list[Requirement](), list[GitRequirement]()
+    further: list[tuple[str, RequirementsFile]] = []
     for number, line in _project_requirements(source, text) if is_project else _list_requirements(text):
         if not is_project and (option := _OPTION.fullmatch(line)):
             options.append(_check_option(option, source, number, sources))
-        elif takes_git and _GIT.search(line):
+        elif is_recipe and not is_project and (other := _FILE.fullmatch(line)):
+            where = f"{source}:{number}"
+            path = sources.check(source.parent / other["path"].strip("\"'"), where)
+            if path in (*_above, source) or not path.is_file():
+                problem = "is no file" if not path.is_file() else "names the file that names it"
+                raise DefinitionError(f"{where}: {path} {problem}")
+            file = read_requirements(path, sources, is_recipe=True, _above=(*_above, source))
+            further.append((other["name"], file))
+        elif is_recipe and _GIT.search(line):
             git.append(_git_requirement(line, f"{source}:{number}"))
         elif line:
             requirements.append(_requirement(source, number, line))
     date = _DATE.search(text)
-    return RequirementsFile(tuple(options), tuple(requirements), date[1] if date else "", tuple(git))
+    constraints = [item for _, file in further for item in file.constraints]
+    for name, file in further:
+        options += file.options
+        git += file.git
+        (constraints if name.lstrip("-").startswith("c") else requirements).extend(file.requirements)
+    files = (source, *(path for _, file in further for path in file.files))
+    return RequirementsFile(
+        tuple(options), tuple(requirements), date[1] if date else "", tuple(git), tuple(constraints), files
+    )
 
 
 def _git_requirement(line: str, where: str) -> GitRequirement:
@@ -177,7 +217,10 @@ def _requirement(source: Path, number: int, line: str) -> Requirement:
     if requirement is None or requirement.url or len(line.splitlines()) > 1:
         raise DefinitionError(
             f"{source}:{number}: {line:.200}: only packages of an index can be locked, with a version and hashes",
-            hint="write one NAME, or NAME==VERSION, a line; of options, only those of indexes are supported",
+            hint=next(
+                (hint for pattern, hint in _HINTS if pattern.search(line)),
+                "write one NAME, or NAME==VERSION, a line; of options, only those of indexes are supported",
+            ),
         )
     return requirement
 
@@ -219,7 +262,8 @@ def compile_lock(
         names = ("requirements.txt", "below.txt", "absent.txt", "out.lock")
         requirements, constraints, overrides, out = (Path(folder) / name for name in names)
         requirements.write_text(checked.text, encoding="utf-8")
-        constraints.write_text(below, encoding="utf-8")
+        limits = "".join(f"{_format_requirement(item)}\n" for item in checked.constraints)
+        constraints.write_text(below + limits, encoding="utf-8")
         never = "".join(f"{line} ; python_version < '3'\n" for line in absent)
         overrides.write_text(never, encoding="utf-8")
         if old:

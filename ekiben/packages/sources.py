@@ -70,7 +70,8 @@ def choose_archive(checked: RequirementsFile, name: str, stack: Stack, versions:
 
     ``versions`` narrows them, as ``==1.2``. Raises FetchError when there is none.
     """
-    asked = [item for item in checked.requirements if canonicalize_name(item.name) == name]
+    limits = (*checked.requirements, *checked.constraints)
+    asked = [item for item in limits if canonicalize_name(item.name) == name]
     lines = [f"{name}{item.specifier}\n" for item in asked] or [f"{name}\n"]
     with tempfile.TemporaryDirectory(prefix="ekiben-source-") as folder:
         text, out = Path(folder, "requirements.txt"), Path(folder, "pylock.toml")

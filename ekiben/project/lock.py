@@ -26,10 +26,22 @@ from ekiben.project.explain import Alternative, find_constraints, find_held_back
 from ekiben.project.sources import Resolution, SourceSettings, resolve_packages
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, read_recipe
+from ekiben.spec.source_folders import follow
 from ekiben.spec.sources import Source, format_sources, read_sources, sources_file
 from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins, stacks
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
 
+_CONVERTED = (  # files of other tools, and the command that writes requirements.txt from each
+    ("uv.lock", "uv export --no-hashes --no-emit-project --no-annotate -o requirements.txt"),
+    (
+        "pylock.toml",
+        'python3 -c \'import tomllib; [print(p["name"], p["version"], sep="==") for p in'
+        ' tomllib.load(open("pylock.toml", "rb"))["packages"]]\' > requirements.txt',
+    ),
+    ("poetry.lock", "poetry export --without-hashes -o requirements.txt"),
+    ("Pipfile.lock", "pipenv requirements > requirements.txt"),
+    ("environment.yml", "copy the list below `- pip:` to requirements.txt; of conda's packages name those of PyPI"),
+)
 _WHEEL = "org.ekiben.wheel"  # label of a build stage: the package that it compiles for the layer
 
 
@@ -119,7 +131,10 @@ def lock_recipe(
         for path in (lock, sources_file(lock))
         if path in written or (path.exists() and path not in needless)
     ]
-    names = dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *locks))
+    read = [path for path in read_requirements(source, recipe.sources, is_recipe=True).files if path != source]
+    home = follow(recipe.folder)
+    inside = [recipe.folder / path.relative_to(home) for path in read if path.is_relative_to(home)]
+    names = dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *inside, *locks))
     text = format_sums(recipe.folder, names, written)
     if not check:
         write_files({**written, sums: text})
@@ -144,7 +159,7 @@ def _lock_for(
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
     target, old = arch_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
     below = read_below(recipe, stack)
-    checked = read_requirements(source, recipe.sources, takes_git=True)
+    checked = read_requirements(source, recipe.sources, is_recipe=True)
     _check_compiled(source, checked.requirements, below)
     kept = (old if keep else "") if target == shared else locked.get(shared, _read(shared))
     known = read_sources(sources_file(lock_for(shared, stack.arch)))
@@ -200,7 +215,8 @@ def _requirements_of(recipe: Recipe) -> Path:
     for name in REQUIREMENTS:
         if (path := recipe.folder / name).is_file():
             return path
-    raise UsageError(f"{recipe.folder}: has no {' or '.join(REQUIREMENTS)} to lock")
+    convert = next((command for name, command in _CONVERTED if (recipe.folder / name).is_file()), None)
+    raise UsageError(f"{recipe.folder}: has no {' or '.join(REQUIREMENTS)} to lock", hint=convert)
 
 
 def read_below(recipe: Recipe, stack: Stack) -> Below:

@@ -7,6 +7,7 @@ a lock which is kept or checked builds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
 import zipfile
@@ -16,6 +17,7 @@ from email.parser import BytesParser
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from ekiben.builder.build import BuildContext, Options, build_sources
@@ -101,15 +103,19 @@ def resolve_packages(resolution: Resolution, settings: SourceSettings) -> tuple[
     chosen = {item.name: item for item in resolution.known if resolution.keep and not item.commit}
     for name, item in git.items():
         chosen[name] = _built(_choose_commit(resolution, name, item, settings), resolution, settings)
+    tried: set[tuple[str, str]] = set()
     for _ in range(_MAX_SOURCES):
         try:
             text = resolution.compile(chosen.values())
             break
         except ProcessError as error:
-            missing = _without_wheel(error.stderr, chosen)
-            if missing is None or settings.only_binary:
+            missing, versions = _without_wheel(error.stderr, chosen), ""
+            if missing is None:
+                missing, versions = _too_new(error.stderr, chosen.values())
+            if not missing or settings.only_binary or (missing, versions) in tried:
                 raise
-            chosen[missing] = _built(_choose(resolution, missing, settings), resolution, settings)
+            tried.add((missing, versions))
+            chosen[missing] = _built(_choose(resolution, missing, settings, versions), resolution, settings)
     else:
         raise DefinitionError(f"more than {_MAX_SOURCES} packages have no wheel; that many are not built from source")
     locked: dict[str, str] = {canonicalize_name(name): version for name, version, _ in read_pins(text)}
@@ -121,6 +127,18 @@ def _without_wheel(message: str, chosen: Iterable[str]) -> str | None:
     """Return the next package that uv's message says has no wheel: one of which no version has, before others."""
     names = [canonicalize_name(name) for name in (*_ALL.findall(message), *_NEEDED.findall(message))]
     return next((name for name in names if name not in chosen), None)
+
+
+def _too_new(message: str, chosen: Iterable[Source]) -> tuple[str, str]:
+    """Return the source that another package wants in another version, and which; "" where there is none."""
+    text = " ".join(message.split())
+    for source in chosen:
+        for versions in re.findall(rf"depends? on {re.escape(source.name)}([<>=!~][^\s,]*(?:,[<>=!~][^\s,]*)*)", text):
+            with contextlib.suppress(InvalidSpecifier):
+                specifiers = SpecifierSet(versions.rstrip(".;)"))
+                if not source.commit and not specifiers.contains(source.version, prereleases=True):
+                    return source.name, str(specifiers)
+    return "", ""
 
 
 def _choose_commit(resolution: Resolution, name: str, item: GitRequirement, settings: SourceSettings) -> Source:
@@ -143,8 +161,8 @@ def _choose_commit(resolution: Resolution, name: str, item: GitRequirement, sett
     )
 
 
-def _choose(resolution: Resolution, name: str, settings: SourceSettings) -> Source:
-    archive = choose_archive(resolution.checked, name, resolution.stack)
+def _choose(resolution: Resolution, name: str, settings: SourceSettings, versions: str) -> Source:
+    archive = choose_archive(resolution.checked, name, resolution.stack, versions)
     assert settings.cache is not None
     requires = build_requirements(fetch_archive(archive, settings.cache), name)
     build = _locked_build(name, requires, resolution)

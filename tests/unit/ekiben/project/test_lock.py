@@ -38,8 +38,6 @@ def test_requirements_outside_an_index_are_refused(folder: Path) -> None:
         "--editable={0}",
         "{0}",
         "x @ file://{0}",
-        "-r {0}/more.txt",
-        "-c {0}/more.txt",
         "--no-binary :all:",
         "./evil",
         "-e \\\n{0}",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.core.errors import DefinitionError, EkibenError, FetchError
+from ekiben.core.errors import DefinitionError, EkibenError, FetchError, UsageError
 from ekiben.project.create import create_recipe
 from ekiben.project.lock import lock_recipe
 from ekiben.project.sources import SourceSettings
@@ -31,6 +31,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         index.add_source("needed", "2.0", requires=["plain"])
         index.add_wheel("plain", "1.0")
         index.add_wheel("above", "1.0", requires=["needed"])
+        index.add_wheel("older", "1.0", requires=["needed<2"])
         monkeypatch.setenv("UV_DEFAULT_INDEX", index.url(index.login))
         monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
         yield index
@@ -151,13 +152,67 @@ def test_kept_and_checked_locks_build_nothing(folder: Path, index: Index) -> Non
 
 
 @pytest.mark.parametrize(
-    ("requirements", "versions"), [("needed<2\n", ["needed 1.0"]), ("needed\nabove\n", ["needed 2.0"])]
+    ("requirements", "versions"),
+    [
+        ("needed<2\n", ["needed 1.0"]),
+        ("needed\nabove\n", ["needed 2.0"]),
+        ("above\nolder\n", ["needed 2.0", "needed 1.0"]),
+    ],
 )
 def test_newest_source_that_the_requirements_allow_is_built(
     folder: Path, index: Index, requirements: str, versions: list[str]
 ) -> None:
     lock(folder, requirements)
     assert built == versions
+
+
+def test_files_after_r_and_c_are_read_and_noticed(folder: Path, index: Index) -> None:
+    (folder / "more").mkdir()
+    (folder / "more/more.txt").write_text("above\n-c limits.txt\n")
+    (folder / "more/limits.txt").write_text("needed<2\n")
+    lock(folder, "plain\n-r more/more.txt\n")
+    assert built == ["needed 1.0"]
+    assert "above==1.0" in (folder / LOCK).read_text()
+    (folder / "more/limits.txt").write_text("needed\n")
+    with pytest.raises(DefinitionError, match=r"more/limits\.txt: was changed and not locked again"):
+        resolve(recipe_in(folder), arch="amd64")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-r ../outside.txt", "outside the recipe's folder"),
+        ("--requirement=absent.txt", "absent.txt is no file"),
+        ("-r requirements.txt", "names the file that names it"),
+        ("plain==1.0 --hash=sha256:00", "only packages of an index"),
+        ("-e .", "only packages of an index"),
+    ],
+)
+def test_line_that_is_not_read_is_refused_with_its_number(folder: Path, index: Index, line: str, message: str) -> None:
+    (folder.parent / "outside.txt").write_text("plain\n")
+    with pytest.raises(DefinitionError, match=message) as caught:
+        lock(folder, f"plain\n{line}\n")
+    assert str(caught.value).startswith(f"{folder}/requirements.txt:2: ")
+    assert caught.value.hint or "absent" in message or "names" in message
+
+
+@pytest.mark.parametrize("name", ["uv.lock", "pylock.toml", "poetry.lock", "Pipfile.lock", "environment.yml"])
+def test_locks_of_other_tools_are_refused_with_the_command_that_converts(folder: Path, name: str) -> None:
+    (folder / "requirements.txt").unlink()
+    (folder / name).write_text('[[packages]]\nname = "plain"\nversion = "1.0"\n')
+    with pytest.raises(UsageError, match=r"has no requirements\.txt or pyproject.toml to lock") as caught:
+        list(lock_recipe(recipe_in(folder)))
+    assert "requirements.txt" in str(caught.value.hint)
+    if name == "pylock.toml":
+        subprocess.run(["sh", "-c", str(caught.value.hint)], cwd=folder, check=True)
+        assert (folder / "requirements.txt").read_text() == "plain==1.0\n"
+
+
+def test_packages_that_want_different_versions_of_a_source_end_in_an_error(folder: Path, index: Index) -> None:
+    index.add_wheel("newer", "1.0", requires=["needed>=2"])
+    with pytest.raises(DefinitionError, match="newer"):
+        lock(folder, "older\nnewer\n")
+    assert len(built) <= 3
 
 
 def test_only_binary_refuses_packages_without_a_wheel(folder: Path, index: Index) -> None:
