@@ -5,19 +5,23 @@ All of it is mounted below /run/ekiben or is in the environment of the script.
 
 from __future__ import annotations
 
+import netrc
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ekiben.core.decisions import log_decision
 from ekiben.core.environment import ca_bundle
+from ekiben.core.files import read_source
 from ekiben.core.paths import BUILD_MOUNT, expand_home
 from ekiben.formats.layer import File
 from ekiben.packages.apt import apt_sources, snapshot_sources, write_apt_files
 from ekiben.spec.stack import Stack
 
+_HOST = re.compile(r"https?://(?:[^@/\s]*@)?([\w.-]+)")
 _PASSED = (
     "http_proxy",
     "https_proxy",
@@ -89,8 +93,37 @@ def write_host_files(mount: Path, sources: PackageSources) -> Mapping[str, str]:
     if uv.is_file():
         shutil.copyfile(uv, mount / "uv.toml")
         environment["UV_CONFIG_FILE"] = f"{inside}/uv.toml"
+    texts = [
+        *environment.values(),
+        *(read_source(path, errors="replace") for path in (pip, uv) if path and path.is_file()),
+    ]
+    if logins := _logins(texts):
+        with open(os.open(mount / "netrc", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+            out.write(logins)
+        environment["NETRC"] = f"{inside}/netrc"
     write_apt_files(mount, sources.sources_inside, sources.pins)
     return environment | {"APT_CONFIG": f"{inside}/apt.conf"} | dict(sources.environment)
+
+
+def _logins(texts: Iterable[str]) -> str:
+    """Return the lines of ~/.netrc, or of $NETRC, for hosts that these texts name in URLs, and no others': a script of
+    another's recipe can read them.
+    """
+    path = expand_home(Path(os.environ.get("NETRC") or "~/.netrc"), "NETRC")
+    hosts = {host for text in texts for host in _HOST.findall(text)}
+    lines = []
+    if path.is_file():
+        try:
+            known = netrc.netrc(path).hosts
+        except (netrc.NetrcParseError, OSError, ValueError) as error:
+            log_decision("passwords of indexes", "none", f"{path} cannot be read: {type(error).__name__}")
+            return ""
+        for host in sorted(hosts & known.keys()):
+            login, _, password = known[host]
+            if not re.search(r"[\s\"]", f"{login}{password}"):
+                lines.append(f"machine {host} login {login} password {password}\n")
+    log_decision("passwords of indexes", f"{len(lines)} of {path}", "hosts that the settings of indexes name")
+    return "".join(lines)
 
 
 def mount_wheels(wheels: Sequence[File], mount: Path, environment: Mapping[str, str]) -> Mapping[str, str]:

@@ -135,6 +135,22 @@ def test_git_requirement_is_built_from_its_commit(workspace: Workspace, new_stor
     assert images[0]["layers"] == images[1]["layers"]
 
 
+def test_password_of_netrc_reaches_the_index_and_nothing_else(
+    workspace: Workspace, new_store: NewStore, index: Index, cli: Cli
+) -> None:
+    folder = workspace.folder("source")
+    netrc = folder / "netrc"
+    netrc.write_text(f"machine 127.0.0.1 login reader password {PASSWORD}\n")
+    netrc.chmod(0o600)
+    recipe = recipe_with(folder, "tiny\n", 'python -c "import plain, tiny"')
+    env = {"UV_DEFAULT_INDEX": index.url(), "NETRC": str(netrc), "PIP_FIND_LINKS": None}
+    store = new_store(cli.user, "base", "python")
+    cli.run("--store", store, "lock", recipe, "--engine", "apptainer", env=env)
+    cli.image(store, recipe, "--engine", "apptainer", "--no-verify", "-o", folder / "mine.sif", env=env)
+    kept = [path for path in [*recipe.rglob("*"), *store.rglob("*"), folder / "mine.sif"] if path.is_file()]
+    assert [path for path in kept if PASSWORD.encode() in path.read_bytes()] == []
+
+
 def test_bundle_has_the_wheel_that_was_built(workspace: Workspace, new_store: NewStore, index: Index, cli: Cli) -> None:
     folder = workspace.folder("source")
     recipe = recipe_with(folder, "tiny\n", 'python -c "import plain, tiny"')

@@ -109,3 +109,24 @@ def test_pins_and_sources_reach_apt(tmp_path: Path) -> None:
     assert (tmp_path / "preferences").read_text() == preferences({"a": "1", "b": "1:2.0-3"})
     assert "Package: b\nPin: version 1:2.0-3\nPin-Priority: 995\n" in preferences({"b": "1:2.0-3"})
     assert 'Dir::Etc::preferences "/run/ekiben/preferences";' in (tmp_path / "apt.conf").read_text()
+
+
+@pytest.mark.parametrize(
+    ("index", "kept"),
+    [("https://a.example/simple", True), ("https://u:p@a.example/x", True), ("https://c.example", False)],
+)
+def test_only_logins_of_the_indexes_are_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: str, kept: bool
+) -> None:
+    (tmp_path / "netrc").write_text(
+        "machine a.example login me password 1st\nmachine b.example login me password 2nd\n"
+    )
+    (tmp_path / "netrc").chmod(0o600)
+    (tmp_path / "mount").mkdir()
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("UV_INDEX", index)
+    environment = write_host_files(tmp_path / "mount", PackageSources("", "", {}))
+    assert ("NETRC" in environment) == kept
+    if kept:
+        assert (tmp_path / "mount/netrc").read_text() == "machine a.example login me password 1st\n"
+        assert (tmp_path / "mount/netrc").stat().st_mode & 0o77 == 0
