@@ -1,10 +1,11 @@
 """User recipes, in folders outside this repository.
 
 create      a new recipe's folder, from the files in template/
+dockerfile  a new recipe's folder, from a Dockerfile
 explain     why requirements do not go with the layers below, and what would work
 lock        the Python packages a recipe adds to the layers below, with hashes
 lock_bases  the images of registries that definitions name by a tag, with digests
 sources     packages without a wheel in that lock: how each gets one
 """
 
-__all__ = ["create", "explain", "lock", "lock_bases", "sources"]
+__all__ = ["create", "dockerfile", "explain", "lock", "lock_bases", "sources"]

@@ -35,7 +35,7 @@ def create_recipe(folder: Path, *, layer: str = _INSTALLER, stack: str = "cu130"
         DefinitionError: there is no such stack.
     """
     name = folder.absolute().name
-    _check_name(name)
+    check_name(name)
     _check_layer(layer)
     find_stack(stack, [_IMAGES], asked_by="--stack")
     if not is_vacant(folder):
@@ -53,7 +53,8 @@ def create_recipe(folder: Path, *, layer: str = _INSTALLER, stack: str = "cu130"
     return [folder / target for target in texts]
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise UsageError for a name that no recipe of a user can have."""
     try:
         RecipeFile(name=name, description="", stack="", layer="", tasks={})
     except ValueError as error:
