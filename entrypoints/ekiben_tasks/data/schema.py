@@ -5,12 +5,15 @@ Examples are checked here, one by one, and every problem is a sentence; tokenize
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import string
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import SettingError, nearest
 from ekiben_tasks.task.settings import option
 
@@ -23,6 +26,8 @@ _COLUMNS = {
 _CONVERSATION = ("messages", "conversations", "content", "text")
 _ROLES = {
     "system": "system",
+    "developer": "developer",
+    "tool": "tool",
     "user": "user",
     "human": "user",
     "prompter": "user",
@@ -30,6 +35,10 @@ _ROLES = {
     "gpt": "assistant",
 }
 _MARKED = re.compile(r"<\|(system|prompter|assistant)\|>(.*?)(?=<\|(?:system|prompter|assistant)\|>|\Z)", re.DOTALL)
+# What a chat template may render of a message beside its content.
+_TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
+_MESSAGE_KEYS = {"role", "from", "content", "value", "weight", "train", *_TEMPLATE_KEYS}
+_PREFERENCES = ("chosen", "rejected")
 _FIELD = re.compile(r"[^\[\].!:]+(\[[^\[\]]+\])*")
 
 
@@ -70,17 +79,27 @@ class PromptCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Hold a message of a conversation."""
+    """Hold a message of a conversation.
 
-    role: str  # system, user or assistant
+    is_target: whether the loss counts it, if it is the assistant's. keys: further ones that a chat template renders,
+    such as tool_calls.
+    """
+
+    role: str  # system, developer, user, assistant or tool
     content: str
+    is_target: bool = True
+    keys: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Hold an example of kind ``chat``: an optional system message, then user and assistant alternating."""
+    """Hold an example of kind ``chat``: system or developer messages, then user and assistant alternating.
+
+    An assistant that calls tools is followed by their messages. tools: as JSON schemas, for the chat template.
+    """
 
     messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
 
 
 RawExample = Instruction | PromptCompletion | Conversation
@@ -112,7 +131,41 @@ def parse_example(item: Any, form: DatasetFormat, *, asked: bool = False) -> Raw
         )
     if form.kind == "template":
         return _fill(item, form, asked)
+    if all(item.get(name) is not None for name in _PREFERENCES):
+        return (
+            "chosen and rejected are preference data, which supervised fine-tuning does not use; train on them with"
+            " TRL's DPOTrainer, or on the chosen answer by --set form.kind=template --set form.response={chosen}"
+        )
     return _conversation(item, asked) if form.kind == "chat" else _instruction(item, asked)
+
+
+def list_unused(item: Any, form: DatasetFormat, *, asked: bool = False) -> list[str]:
+    """Return the columns of a valid ``item`` that nothing reads, and keys of its messages as ``messages[].key``.
+
+    Columns without a value are not among them.
+    """
+    if not isinstance(item, Mapping):
+        return []
+    columns = _conversation_columns(item) if form.kind == "chat" else ()
+    if form.kind == "template":
+        known = _template_columns(form, asked)
+    elif form.kind == "chat":
+        known = frozenset((*columns, "tools"))
+    else:
+        known = frozenset(
+            next((name for name in names if item.get(name) is not None), "") for names in _COLUMNS.values()
+        )
+    unused = [str(key) for key, value in item.items() if key not in known and value is not None]
+    for column in columns:
+        messages = item[column] if isinstance(item.get(column), list) else []
+        keys = {key for each in messages if isinstance(each, Mapping) for key in each if each[key] is not None}
+        unused += [f"{column}[].{key}" for key in sorted(map(str, keys - _MESSAGE_KEYS))]
+    return unused
+
+
+@functools.cache
+def _template_columns(form: DatasetFormat, asked: bool) -> frozenset[str]:
+    return frozenset(column_names(form, asked=asked))
 
 
 def column_names(form: DatasetFormat, *, asked: bool = False) -> list[str]:
@@ -194,23 +247,60 @@ def _look_up(item: Mapping[str, Any], path: str) -> str | ValueError:
 # -------------------------------------------------------------------------------------------------------- conversations
 
 
+def _conversation_columns(item: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns that hold the messages: one, or prompt and completion; none where they are missing."""
+    if column := next((name for name in _CONVERSATION if item.get(name)), None):
+        return (column,)
+    return ("prompt", "completion") if isinstance(item.get("prompt"), list) else ()
+
+
 def _conversation(item: Mapping[str, Any], asked: bool) -> Conversation | str:
-    column = next((name for name in _CONVERSATION if item.get(name)), None)
-    if column is None:
+    columns = _conversation_columns(item)
+    if not columns:
         return f"messages is missing.{nearest('messages', map(str, item))}".removesuffix(".")
-    messages = _split_marked(item[column]) if isinstance(item[column], str) else _messages(item[column])
-    if isinstance(messages, str):
-        return f"{column}: {messages}"
+    messages: list[Message] = []
+    for column in columns:
+        value = item.get(column)
+        if value is None and asked:
+            continue
+        new = _split_marked(value) if isinstance(value, str) else _messages(value)
+        if isinstance(new, str):
+            return f"{column}: {new}"
+        # The loss counts the completion alone, as TRL does with messages in prompt and completion.
+        messages += [replace(each, is_target=False) for each in new] if column == "prompt" else new
+    column = " and ".join(columns)
     if asked and messages and messages[-1].role == "assistant":
         messages = messages[:-1]
-    rest = messages[1:] if messages and messages[0].role == "system" else messages
-    for number, message in enumerate(rest):
-        if message.role != ("user", "assistant")[number % 2]:
-            return f"{column}: message {number + 1} is by {message.role}; user and assistant alternate, user first"
-    last_role = "user" if asked else "assistant"
-    if not rest or rest[-1].role != last_role:
-        return f"{column}: the last message must be by {last_role}"
-    return Conversation(tuple(messages))
+    if problem := _turn_problem(messages, asked):
+        return f"{column}: {problem}"
+    if not asked and not any(each.is_target for each in messages if each.role == "assistant"):
+        return f"{column}: every message of the assistant has weight 0 or train false"
+    tools = _parse_tools(item.get("tools"))
+    return tools if isinstance(tools, str) else Conversation(tuple(messages), tools)
+
+
+def _turn_problem(messages: Sequence[Message], asked: bool) -> str:
+    """Return what is wrong with the order of ``messages``, or nothing."""
+    before = ""
+    for number, message in enumerate(messages, 1):
+        role, calls = message.role, number > 1 and "tool_calls" in (messages[number - 2].keys or {})
+        allowed: tuple[str, ...] = {
+            "": ("system", "developer", "user"),
+            "system": ("developer", "user"),
+            "developer": ("developer", "user"),
+            "user": ("assistant",),
+            "assistant": ("tool",) if calls else ("user",),
+            "tool": ("tool", "assistant"),
+        }[before]
+        if role not in allowed:
+            rule = "user and assistant alternate, user first"
+            if role == "tool" or calls:
+                rule = "a tool answers a message of the assistant with tool_calls"
+            return f"message {number} is by {role}; {rule}"
+        before = role
+    if asked and before not in ("user", "tool"):
+        return "the last message must be by user"
+    return "" if asked or before == "assistant" else "the last message must be by assistant"
 
 
 def _messages(items: Any) -> list[Message] | str:
@@ -225,10 +315,51 @@ def _messages(items: Any) -> list[Message] | str:
         content = item.get("content", item.get("value"))
         if role not in _ROLES:
             return f"message {number}: role is {role!r}.{nearest(str(role), _ROLES)}"
-        if not isinstance(content, str) or not content.strip():
+        keys = {key: drop_empty(item[key]) for key in _TEMPLATE_KEYS if item.get(key) not in (None, [], "")}
+        if content is None and "tool_calls" in keys:
+            content = ""
+        if not isinstance(content, str) or not (content.strip() or "tool_calls" in keys):
             return f"message {number}: content is {content!r}, not text"
-        messages.append(Message(_ROLES[role], content))
+        is_target = _is_target(item, _ROLES[role])
+        if isinstance(is_target, str):
+            return f"message {number}: {is_target}"
+        messages.append(Message(_ROLES[role], content, is_target, keys or None))
     return messages
+
+
+def _is_target(item: Mapping[str, Any], role: str) -> bool | str:
+    """Return whether the loss counts a message, by its weight (OpenAI's key) and train (Axolotl's)."""
+    result = True
+    known: dict[str, dict[Any, bool]] = {"weight": {0: False, 1: True}, "train": {False: False, True: True}}
+    for key, meanings in known.items():
+        value = item.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, (bool, int, float)) or value not in meanings:
+            return f"{key} is {value!r}, and only {' and '.join(json.dumps(each) for each in meanings)} have a meaning"
+        if role != "assistant" and meanings[value]:
+            return f"{key} is {json.dumps(value)}, but the loss counts messages of the assistant alone"
+        result = result and meanings[value]
+    return result
+
+
+def _parse_tools(value: Any) -> tuple[Any, ...] | str:
+    """Return the column ``tools``, a list or its JSON text, without keys that have no value."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = input_files.parse_json(value)
+        except ValueError as error:
+            return f"tools: {error}"
+    if not isinstance(value, list):
+        return f"tools is {value!r}, not a list of JSON schemas" if value else ()
+    return tuple(drop_empty(value))
+
+
+def drop_empty(value: Any) -> Any:
+    """Return ``value`` without keys that have no value, which tables of rows with unequal keys add."""
+    if isinstance(value, Mapping):
+        return {key: drop_empty(inner) for key, inner in value.items() if inner is not None}
+    return [drop_empty(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _split_marked(text: str) -> list[Message] | str:

@@ -7,12 +7,21 @@ import hashlib
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ekiben_tasks.data.schema import INSTRUCTION, DatasetFormat, RawExample, check_format, parse_example
+from ekiben_tasks.data.schema import (
+    INSTRUCTION,
+    Conversation,
+    DatasetFormat,
+    RawExample,
+    check_format,
+    list_unused,
+    parse_example,
+)
 from ekiben_tasks.data.splits import choose_files, describe_splits
 from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError, nearest
@@ -58,6 +67,7 @@ class SplitExamples:
     bad: list[InvalidExample] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # file → its SHA-256, hub data set → its commit
+    unused: Counter[str] = field(default_factory=Counter)  # column or key that nothing reads → number of examples
     notes: list[str] = field(default_factory=list)  # sentences about what was read how, for the plan
     sha256: str = ""
 
@@ -100,12 +110,15 @@ def read_all(
         train = _read_examples(source, selection, form, examples, skip_bad=skip_bad)
         test = _read_examples(source, evaluation, form, examples, skip_bad=skip_bad) if evaluation else []
         for example in (*train, *test):
-            digest.update(json.dumps(dataclasses.astuple(example), ensure_ascii=False).encode())
+            digest.update(json.dumps(_content(example), ensure_ascii=False).encode())
         examples.counts[source.location] = examples.counts.get(source.location, 0) + len(train) + len(test)
         if not evaluation:
             train, test = split(train, source.validation_split, seed)
         examples.train += train
         examples.test += test
+    if examples.unused:
+        columns = ", ".join(f"{name} ({count:,})" for name, count in examples.unused.most_common())
+        examples.notes.append(f"nothing uses the columns {columns}")
     if not examples.train:
         raise TaskError("setting data: every source is for evaluation (validation_split: 1); name one to train on")
     examples.sha256 = digest.hexdigest()
@@ -206,7 +219,7 @@ def _read_examples(
         items = ((f"{source.location} row {number}", item) for number, item in enumerate(selection.table, 1))
     else:
         items = (pair for file in selection.files for pair in _read_file(file))
-    good, bad = _check(items, form, asked)
+    good, bad = _check(items, form, result.unused, asked=asked)
     if bad and not skip_bad and not of_hub:  # a hub data set is not the user's to correct
         raise TaskError(format_invalid(bad))
     if not good:
@@ -315,8 +328,19 @@ def find_commit(table: Any) -> str | None:
     return match[1] if match else None
 
 
+def _content(example: RawExample) -> Any:
+    """Return the fields of ``example`` for its digest; of a conversation, those that are not the default."""
+    if not isinstance(example, Conversation):
+        return dataclasses.astuple(example)
+    messages = [
+        [each.role, each.content, *([each.is_target, each.keys] if each.keys or not each.is_target else [])]
+        for each in example.messages
+    ]
+    return [messages, example.tools] if example.tools else [messages]
+
+
 def _check(
-    items: Iterator[tuple[str, Any]], form: DatasetFormat, asked: bool
+    items: Iterator[tuple[str, Any]], form: DatasetFormat, unused: Counter[str], *, asked: bool
 ) -> tuple[list[RawExample], list[InvalidExample]]:
     good: list[RawExample] = []
     bad: list[InvalidExample] = []
@@ -326,6 +350,7 @@ def _check(
             bad.append(InvalidExample(where, row))
         else:
             good.append(row)
+            unused.update(list_unused(item, form, asked=asked))
     return good, bad
 
 

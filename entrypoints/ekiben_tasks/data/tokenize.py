@@ -8,7 +8,7 @@ asked with later: here every prompt's tokens are, token by token, the beginning 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ _WITH_INPUT = (
     "Write a response that appropriately completes the request."
 )
 _BATCH = 256  # examples tokenised at a time
+_CHECKED_ROLES = frozenset({"system", "developer", "tool"})
+_LINKS = frozenset({"name", "tool_call_id"})  # between a call and its result: few templates render them
+_rendered_roles: set[tuple[str, tuple[str, ...]]] = set()  # (chat template, roles) that were checked
 _HEADING = re.compile(r"### (?=Instruction|Input|Response)")
 
 # The format of chats before tokenizers had templates of their own: <|prompter|> question <end> <|assistant|> answer
@@ -33,6 +36,8 @@ _HEADING = re.compile(r"### (?=Instruction|Input|Response)")
 PROMPTER = (
     "{% if bos_token and bos_token != eos_token %}{{ bos_token }}{% endif %}"
     "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('it has no role ' + message['role']) }}{% endif %}"
     "{{ {'system': '<|system|>', 'user': '<|prompter|>', 'assistant': '<|assistant|>'}[message['role']] }}"
     "{{ ' ' + message['content'] + ' ' + eos_token + ' ' }}"
     "{% endfor %}"
@@ -175,29 +180,79 @@ def _render(tokenizer: Any, example: RawExample, special: Sequence[str], *, asks
 
 def _render_conversation(tokenizer: Any, example: Conversation, special: Sequence[str], *, asks: bool) -> _Rendered:
     """Every assistant's turn is a response with its end; white space after the end, and all else, is ignored."""
-    messages = [{"role": message.role, "content": _defuse(message.content, special)} for message in example.messages]
+    _check_template(tokenizer, example)
+    messages = [
+        {"role": each.role, "content": _defuse(each.content, special), **(each.keys or {})} for each in example.messages
+    ]
     if asks and messages[-1]["role"] == "assistant":
         messages.pop()
     text, responses = "", list[tuple[int, int]]()
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _apply_template(tokenizer, messages[:index], asks=True)
-        complete = _apply_template(tokenizer, messages[: index + 1], asks=False)
+        prompt = _apply_template(tokenizer, messages[:index], example.tools, add_generation_prompt=True)
+        complete = _apply_template(tokenizer, messages[: index + 1], example.tools, add_generation_prompt=False)
         _check_prefix(prompt, text)
         _check_prefix(complete, prompt)
         text = prompt + _cut_after_end(complete[len(prompt) :], tokenizer.eos_token, special)
-        responses.append((len(prompt), len(text)))
+        if example.messages[index].is_target:
+            responses.append((len(prompt), len(text)))
     if asks:
-        prompt = _apply_template(tokenizer, messages, asks=True)
+        prompt = _apply_template(tokenizer, messages, example.tools, add_generation_prompt=True)
         _check_prefix(prompt, text)
         text = prompt
+    else:
+        text = text[: responses[-1][1]]  # nothing after the last target is used
     return _Rendered(text, tuple(responses))
 
 
-def _apply_template(tokenizer: Any, messages: Sequence[dict[str, str]], *, asks: bool) -> str:
+def _check_template(tokenizer: Any, example: Conversation) -> None:
+    """Check that the chat template renders what the messages have beside their content.
+
+    Raises:
+        TaskError: it does not; the message names the key.
+    """
+    keys = {key for message in example.messages for key in message.keys or ()} | ({"tools"} if example.tools else set())
+    roles = tuple(message.role for message in example.messages)
+    if not keys and not _CHECKED_ROLES.intersection(roles):
+        return
+    template = tokenizer.get_chat_template(tools=list(example.tools) or None)
+    if (template, roles) not in _rendered_roles:
+        _check_roles(tokenizer, example)
+        _rendered_roles.add((template, roles))
+    if ignored := sorted(key for key in keys - _LINKS if key not in template):
+        raise TaskError(
+            f"the tokenizer's chat template does not use {', '.join(ignored)}; take one that does (--set form.chat= a"
+            " Jinja file), or remove it from the data"
+        )
+
+
+def _check_roles(tokenizer: Any, example: Conversation) -> None:
+    """Check that the chat template renders the messages of roles that some templates leave out."""
+    marked = [
+        {
+            "role": each.role,
+            "content": f"content{index}content" if each.role in _CHECKED_ROLES else each.content,
+            **(each.keys or {}),
+        }
+        for index, each in enumerate(example.messages)
+    ]
+    text = _apply_template(tokenizer, marked, example.tools, add_generation_prompt=False)
+    for message in marked:
+        if message["role"] in _CHECKED_ROLES and message["content"] not in text:
+            raise TaskError(
+                f"the tokenizer's chat template leaves out messages by {message['role']}; take one that has them (--set"
+                " form.chat= a Jinja file), or remove them from the data"
+            )
+
+
+def _apply_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, add_generation_prompt: bool
+) -> str:
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except Exception as error:  # a template is a program and raises what it likes
         raise TaskError(
             f"the tokenizer's chat template refuses a conversation: {' '.join(str(error).split())[:300]}"
