@@ -110,7 +110,7 @@ def read_all(
         train = _read_examples(source, selection, form, examples, skip_bad=skip_bad)
         test = _read_examples(source, evaluation, form, examples, skip_bad=skip_bad) if evaluation else []
         for example in (*train, *test):
-            digest.update(json.dumps(_content(example), ensure_ascii=False).encode())
+            digest.update(identify(example).encode())
         examples.counts[source.location] = examples.counts.get(source.location, 0) + len(train) + len(test)
         if not evaluation:
             train, test = split(train, source.validation_split, seed)
@@ -142,6 +142,28 @@ def read_prompts(
     result = SplitExamples()
     good = _read_examples(source, selection, form, result, skip_bad=skip_bad, asked=True)
     return good, result.bad, result.versions
+
+
+def locate_examples(sources: Sequence[Source], form: DatasetFormat) -> dict[str, str]:
+    """Return where each example of ``sources`` is, by its content as identify() returns it: for messages.
+
+    Raises:
+        TaskError: as read_all().
+    """
+    locations: dict[str, str] = {}
+    for source in sources:
+        selection, evaluation, _ = _open_source(source)
+        for each in (selection, *([evaluation] if evaluation else [])):
+            for where, item in _list_items(source, each):
+                example = parse_example(item, form)
+                if not isinstance(example, str):
+                    locations.setdefault(identify(example), where)
+    return locations
+
+
+def identify(example: RawExample) -> str:
+    """Return the content of ``example`` as JSON."""
+    return json.dumps(_content(example), ensure_ascii=False)
 
 
 def split(rows: list[RawExample], validation_split: float, seed: int) -> tuple[list[RawExample], list[RawExample]]:
@@ -215,11 +237,7 @@ def _read_examples(
 ) -> list[RawExample]:
     """Return the valid examples of ``selection``, and add invalid ones and versions to ``result``."""
     of_hub = selection.table is not None
-    if of_hub:
-        items = ((f"{source.location} row {number}", item) for number, item in enumerate(selection.table, 1))
-    else:
-        items = (pair for file in selection.files for pair in _read_file(file))
-    good, bad = _check(items, form, result.unused, asked=asked)
+    good, bad = _check(_list_items(source, selection), form, result.unused, asked=asked)
     if bad and not skip_bad and not of_hub:  # a hub data set is not the user's to correct
         raise TaskError(format_invalid(bad))
     if not good:
@@ -230,6 +248,12 @@ def _read_examples(
     else:  # after they were read: of what is no data, nobody waits for a checksum
         result.versions |= {str(file): _sha256(file) for file in selection.files}
     return good
+
+
+def _list_items(source: Source, selection: _Selection) -> Iterator[tuple[str, Any]]:
+    if selection.table is None:
+        return (pair for file in selection.files for pair in _read_file(file))
+    return ((f"{source.location} row {number}", item) for number, item in enumerate(selection.table, 1))
 
 
 def _sha256(file: Path) -> str:
@@ -271,17 +295,25 @@ def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         if file.suffix == ".parquet":
             yield from _read_parquet(file)
-        elif file.suffix == ".json":
-            yield from _read_json(file)
-        elif file.suffix == ".jsonl":
-            yield from _read_jsonl(file)
+        elif file.suffix in (".json", ".jsonl"):
+            yield from _read_list(file) if _holds_list(file) else _read_lines(file)
         else:
             raise TaskError(f"{file}: its type is unknown; name it {', '.join(_SUFFIXES)}")
     except OSError as error:
         raise TaskError(f"{file}: cannot be read: {error.strerror or error}") from None
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
+def _holds_list(file: Path) -> bool:
+    """Return whether a JSON file is one value, whatever its name, and not an example in each line."""
+    blank = b"\xef\xbb\xbf \t\r\n"
+    lines = (line.strip(blank) for _, line in input_files.read_lines(file, _ADVICE) if line.strip(blank))
+    first, is_single = next(lines, b""), next(lines, None) is None
+    if first.startswith(b"["):
+        return is_single or not first.endswith(b"]")
+    return file.suffix == ".json" and (is_single or not first.endswith(b"}"))
+
+
+def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
     for number, line in input_files.read_lines(file, _ADVICE):
         if line.strip(b"\xef\xbb\xbf \t\r\n"):
             try:
@@ -290,7 +322,7 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{file} line {number}", error
 
 
-def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
+def _read_list(file: Path) -> Iterator[tuple[str, Any]]:
     parsed = input_files.read_json(file, _ADVICE, max_size=input_files.MAX_JSON)
     if not isinstance(parsed, list):
         raise TaskError(f"{file}: must be a list of objects, one per example")

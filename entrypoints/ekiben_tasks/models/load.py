@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -64,19 +66,34 @@ def load_base(name: str, device: Device, attention: str | None = None, bits: int
     attention_module.register()
     silence_warnings()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             **pretrained(path),
             dtype=device.dtype,
             attn_implementation=attention,
             # DeepSpeed shards the weights as they are read.
             device_map=None if is_deepspeed_zero3_enabled() else {"": device.torch_device},
             quantization_config=_quantization_config(device, bits),
+            output_loading_info=True,
         )
     except torch.OutOfMemoryError as error:
         raise TaskError(f"model {name}: does not fit the memory of {device.name}; choose a smaller one") from error
     except Exception as error:
-        raise TaskError(format_hub_error(error, name, "model")) from error
+        raise TaskError(_name_damaged(path) or format_hub_error(error, name, "model")) from error
+    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise TaskError(f"model {name}: its files lack the weights {shown}; copy or download it again")
     return model.requires_grad_(False)
+
+
+def _name_damaged(path: str) -> str | None:
+    """Return a sentence that names the first file of weights in the folder ``path`` that cannot be opened."""
+    for file in sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []:
+        try:
+            with safetensors.safe_open(file, "pt"):
+                pass
+        except (safetensors.SafetensorError, OSError) as error:
+            return f"{file}: is cut or damaged ({error}); copy or download it again"
+    return None
 
 
 def load_meta_model(path: str, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:

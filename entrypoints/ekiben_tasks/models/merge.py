@@ -40,6 +40,9 @@ def merge(folder: Path, output: Path, device: Device, *, base: str | None = None
     before = logits(adapted, ids)
     if not before.isfinite().all():
         raise TaskError(f"{folder} on {name} gives logits that are NaN or infinite: one of them is broken")
+    method = adapted.peft_config["default"].peft_type.value
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        raise TaskError(f"{folder}: is an adapter of the method {method}, which cannot be merged into a base model")
     # merge_and_unload works on a copy of the structure: only the model it returns is the merged one.
     merged = adapted.merge_and_unload()
     staged = output.absolute().with_name(f".{output.name}.staged-{os.getpid()}")

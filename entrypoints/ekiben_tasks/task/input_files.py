@@ -125,6 +125,12 @@ def parse_json(text: str) -> Any:
     except ValueError:  # Python converts no integer above 4,300 digits
         raise ValueError(f"has an integer of more than {MAX_DIGITS} digits") from None
     check_limits(value)
+    if "\\ud" in text or "\\uD" in text:  # an escape of half a character, unless the other half follows
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise ValueError(f"has half a character ({half}): its text was cut, or written wrongly") from None
     return value
 
 

@@ -7,7 +7,16 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from ekiben_tasks.data.sources import Source, SplitExamples, read_all
+from ekiben_tasks.data.schema import RawExample
+from ekiben_tasks.data.sources import (
+    InvalidExample,
+    Source,
+    SplitExamples,
+    format_invalid,
+    identify,
+    locate_examples,
+    read_all,
+)
 from ekiben_tasks.data.tokenize import Example, encode_examples
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.settings import Settings
@@ -69,9 +78,62 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
     kept = []
     too_long = 0
     for examples in (rows.train, rows.test):
-        encoded = encode_examples(tokenizer, examples, mask_prompt=settings.mask_prompt)
+        encoded = _encode(settings, sources, tokenizer, examples, rows if skip_bad else None)
         kept.append([example for example in encoded if len(example.ids) <= limit])
         too_long += len(encoded) - len(kept[-1])
     if not kept[0]:
         raise TaskError(f"setting max_length: none of the {len(rows.train)} rows fits {limit} tokens{reason}")
     return Prepared(kept[0], kept[1], rows, too_long, limit, reason)
+
+
+def check_tokens(data: Prepared, settings: Settings, sources: list[Source], tokenizer: Any, embeddings: int) -> None:
+    """Check that the model has an embedding of every token. embeddings: how many it has.
+
+    Raises:
+        TaskError: it has not; the message names the token and the example.
+    """
+    encoded = next((each for each in (*data.train, *data.test) if int(each.ids.max()) >= embeddings), None)
+    if encoded is None:
+        return
+    number = int(encoded.ids.max())
+    where = ""
+    for content in [*data.rows.train, *data.rows.test]:
+        (again,) = encode_examples(tokenizer, [content], mask_prompt=settings.mask_prompt)
+        if int(again.ids.max()) >= embeddings:
+            where = f"{locate_examples(sources, settings.form)[identify(content)]}: "
+            break
+    raise TaskError(
+        f"{where}has the token {tokenizer.convert_ids_to_tokens(number)!r}, number {number:,} of the tokenizer, and the"
+        f" model {settings.model} has embeddings of {embeddings:,} tokens alone; take the tokenizer that belongs to the"
+        " model, or a model with that token"
+    )
+
+
+def _encode(
+    settings: Settings,
+    sources: list[Source],
+    tokenizer: Any,
+    examples: list[RawExample],
+    skipped: SplitExamples | None,
+) -> list[Example]:
+    """Return the tokens of ``examples``. skipped: gets those that the chat template refuses; None: they are an error.
+
+    Raises:
+        TaskError: the chat template refuses one; the message says where it is.
+    """
+    try:
+        return encode_examples(tokenizer, examples, mask_prompt=settings.mask_prompt)
+    except TaskError:
+        locations = locate_examples(sources, settings.form)
+    encoded = []
+    for example in examples:
+        try:
+            encoded += encode_examples(tokenizer, [example], mask_prompt=settings.mask_prompt)
+        except TaskError as error:
+            invalid = InvalidExample(locations.get(identify(example), "an example"), str(error))
+            if skipped is None:
+                raise TaskError(format_invalid([invalid])) from error
+            skipped.bad.append(invalid)
+    if not encoded and skipped:
+        raise TaskError(format_invalid(skipped.bad))
+    return encoded

@@ -32,7 +32,7 @@ from ekiben_tasks.training import checkpoint, run_summary
 from ekiben_tasks.training.batches import Batches
 from ekiben_tasks.training.loop import Run, TrainerCallback
 from ekiben_tasks.training.plan import make_plan, memory_choices
-from ekiben_tasks.training.prepare import Prepared, prepare_data
+from ekiben_tasks.training.prepare import Prepared, check_tokens, prepare_data
 from ekiben_tasks.training.progress import Progress, peak_memory
 from ekiben_tasks.training.run_summary import Outcome, RunSummary
 from ekiben_tasks.training.settings import Settings, TrainOptions, fingerprint
@@ -147,6 +147,8 @@ def _decide(
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
     context = load.longest_context(meta.config)
     data = (job.prepare or prepare_data)(settings, job.sources, tokenizer, context, job.options.skip_bad)
+    embeddings = meta.get_input_embeddings().weight.shape[0]
+    check_tokens(data, settings, job.sources, tokenizer, embeddings)
     if settings.packing:
         data = dataclasses.replace(
             data, sequences=fill_sequences([len(example.ids) for example in data.train], data.limit)

@@ -140,9 +140,12 @@ def test_empty_sources_are_refused(tmp_path: Path) -> None:
         sources.check_locations([sources.Source(str(tmp_path / "row.jsonl"), 0.0)])
 
 
-def test_json_lines_in_a_json_file_get_advice(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"name the file \.jsonl"):
-        read(write(tmp_path / "a.json", [GOOD, GOOD]))
+def test_lines_and_lists_are_read_whatever_the_name(tmp_path: Path) -> None:
+    expected = [Instruction("問い", "答え")] * 2
+    assert read(write(tmp_path / "a.json", [GOOD, GOOD])).train == expected
+    for indent in (None, 1):
+        (tmp_path / "b.jsonl").write_text("\ufeff" + json.dumps([GOOD, GOOD], indent=indent), encoding="utf-8")
+        assert read(tmp_path / "b.jsonl").train == expected
 
 
 def test_validation_split_of_each_source() -> None:

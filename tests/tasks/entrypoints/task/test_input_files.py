@@ -48,6 +48,7 @@ HOSTILE: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
     "rather deep": (b"[" * 150 + b"]" * 150 + b"\n", "is nested too deep"),
     "digits": (b'{"step": %s}\n' % (b"9" * 400), "integer of more than 300 digits"),
     "more digits": (b'{"step": %s}\n' % (b"9" * 5000), "integer of more than 300 digits"),
+    "half a character": (rb'{"a": "cut \ud83d"}' + b"\n", r"has half a character \(\\ud83d\)"),
     "empty": (b"", "is empty"),
     "truncated": (b'{"a": [1, \n', "is not JSON"),
     "list": (b"[1, 2]\n", "is not|has no|no valid|must be|missing|no '|not text"),
@@ -248,6 +249,7 @@ def test_good_files_are_read_as_before(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(b"\xef\xbb\xbf" + json.dumps({"a": 10**299, "b": [[1.5], "ä"]}).encode())
     assert input_files.read_object(file, "") == {"a": 10**299, "b": [[1.5], "ä"]}
+    assert input_files.parse_json(r'"\ud83d\ude00 \\ud83d"') == "😀 \\ud83d"
     link = tmp_path / "link"
     link.symlink_to(file)
     assert input_files.read_object(link, "")["b"][1] == "ä"
