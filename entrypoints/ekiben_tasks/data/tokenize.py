@@ -26,7 +26,6 @@ _WITH_INPUT = (
     "Write a response that appropriately completes the request."
 )
 _BATCH = 256  # examples tokenised at a time
-_CHECKED_ROLES = frozenset({"system", "developer", "tool"})
 _LINKS = frozenset({"name", "tool_call_id"})  # between a call and its result: few templates render them
 _rendered_roles: set[tuple[str, tuple[str, ...]]] = set()  # (chat template, roles) that were checked
 _HEADING = re.compile(r"### (?=Instruction|Input|Response)")
@@ -71,10 +70,14 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """An example as text. responses: [start, end) of what the model has to write, in characters."""
+    """An example as text. responses: [start, end) of what the model has to write, in characters.
+
+    is_last_only: there are earlier turns, which are no responses because the template changes them.
+    """
 
     text: str
     responses: tuple[tuple[int, int], ...] = ()
+    is_last_only: bool = False
 
 
 def render_prompt(instruction: str, input: str = "") -> str:
@@ -117,7 +120,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[RawExample]) -> list[list[
     """Return the token ids of everything before the (last) response, the beginning of those of ``encode_examples``.
 
     Raises:
-        TaskError: the chat template refuses a conversation, or rewrites its earlier turns.
+        TaskError: the chat template refuses a conversation.
     """
     return [ids for ids, _ in _encode(tokenizer, examples, asks=True)]
 
@@ -138,17 +141,24 @@ def full_text(example: RawExample) -> str:
     return prompt_text(example) + (example.output if isinstance(example, Instruction) else example.completion)
 
 
-def encode_examples(tokenizer: Any, examples: Sequence[RawExample], *, mask_prompt: bool = True) -> list[Example]:
+def encode_examples(
+    tokenizer: Any,
+    examples: Sequence[RawExample],
+    *,
+    mask_prompt: bool = True,
+    last_only: list[RawExample] | None = None,
+) -> list[Example]:
     """Return the tokens of every example, with an end token last.
 
-    mask_prompt: the prompt's tokens are ignored; otherwise all tokens are targets.
+    mask_prompt: the prompt's tokens are ignored; otherwise all tokens are targets. last_only: gets the conversations
+    whose last message alone is a target, because the chat template changes earlier ones.
 
     Raises:
-        TaskError: the chat template refuses a conversation, or rewrites its earlier turns.
+        TaskError: the chat template refuses a conversation, or renders its last message in another way than it asks.
     """
     ends = _special_ids(tokenizer) if examples and isinstance(examples[0], Conversation) else set()
     encoded = []
-    for ids, targets in _encode(tokenizer, examples):
+    for ids, targets in _encode(tokenizer, examples, last_only=last_only):
         if ids[-1] not in ends:
             ids.append(tokenizer.eos_token_id)
             targets[-1] = (targets[-1][0], len(ids))
@@ -179,31 +189,80 @@ def _render(tokenizer: Any, example: RawExample, special: Sequence[str], *, asks
 
 
 def _render_conversation(tokenizer: Any, example: Conversation, special: Sequence[str], *, asks: bool) -> _Rendered:
-    """Every assistant's turn is a response with its end; white space after the end, and all else, is ignored."""
+    """Every assistant's turn is a response with its end; white space after the end, and all else, is ignored.
+
+    Where the template changes earlier turns when later ones come, the last turn alone is a response.
+    """
     _check_template(tokenizer, example)
     messages = [
         {"role": each.role, "content": _defuse(each.content, special), **(each.keys or {})} for each in example.messages
     ]
     if asks and messages[-1]["role"] == "assistant":
         messages.pop()
+    rendered = _render_turns(tokenizer, example, messages, special)
+    if asks:
+        prompt = _apply_template(tokenizer, messages, example.tools, add_generation_prompt=True)
+        is_prefix = rendered is not None and prompt.startswith(rendered.text)
+        return _Rendered(prompt, rendered.responses if rendered and is_prefix else ())
+    return rendered or _render_last_turn(tokenizer, example, messages, special)
+
+
+def _render_turns(
+    tokenizer: Any, example: Conversation, messages: Sequence[dict[str, Any]], special: Sequence[str]
+) -> _Rendered | None:
+    """Return all turns of the assistant as responses; None: what is asked with is no beginning of the next text."""
     text, responses = "", list[tuple[int, int]]()
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = _apply_template(tokenizer, messages[:index], example.tools, add_generation_prompt=True)
         complete = _apply_template(tokenizer, messages[: index + 1], example.tools, add_generation_prompt=False)
-        _check_prefix(prompt, text)
-        _check_prefix(complete, prompt)
+        if not prompt.startswith(text) or not complete.startswith(prompt):
+            return None
         text = prompt + _cut_after_end(complete[len(prompt) :], tokenizer.eos_token, special)
         if example.messages[index].is_target:
             responses.append((len(prompt), len(text)))
-    if asks:
-        prompt = _apply_template(tokenizer, messages, example.tools, add_generation_prompt=True)
-        _check_prefix(prompt, text)
-        text = prompt
+    # Nothing after the last target is used.
+    return _Rendered(text[: responses[-1][1]] if responses else text, tuple(responses))
+
+
+def _render_last_turn(
+    tokenizer: Any, example: Conversation, messages: Sequence[dict[str, Any]], special: Sequence[str]
+) -> _Rendered:
+    """Return the text that the model is asked with before its last message, and this message as the response.
+
+    Raises:
+        TaskError: the message has no weight, or the template does not render it after that text.
+    """
+    if not example.messages[-1].is_target:
+        raise TaskError(
+            "the tokenizer's chat template changes earlier turns when later ones come, so only the last message can be"
+            " trained on, and that has weight 0 or train false"
+        )
+    prompt = _apply_template(tokenizer, messages[:-1], example.tools, add_generation_prompt=True)
+    complete = _apply_template(tokenizer, messages, example.tools, add_generation_prompt=False)
+    before, mark, _ = prompt.rpartition("<think>")
+    if complete.startswith(prompt):
+        answer = complete[len(prompt) :]
+    elif mark and not prompt[len(before) + len(mark) :].strip() and complete.startswith(before):
+        # The prompt begins the reasoning, which the template leaves out of an answer, or begins in another way.
+        answer = complete[len(before) :]
+        has_mark = answer.startswith(mark)
+        answer = answer.removeprefix(mark).lstrip("\n") if has_mark else _reason(messages[-1]["content"]) + answer
     else:
-        text = text[: responses[-1][1]]  # nothing after the last target is used
-    return _Rendered(text, tuple(responses))
+        raise TaskError(
+            "the tokenizer's chat template begins an answer otherwise than it asks for it, or changes earlier turns"
+            " when later ones come, so the model would be trained on other text than it is asked with; use another:"
+            " --set form.chat=prompter, or a Jinja file of your own"
+        )
+    text = prompt + _cut_after_end(answer, tokenizer.eos_token, special)
+    return _Rendered(text, ((len(prompt), len(text)),), is_last_only=len(messages) > 2)
+
+
+def _reason(content: str) -> str:
+    """Return the reasoning in an answer, which may be none, with its end mark: what follows a prompt's <think>."""
+    reasoning, mark, _ = content.rpartition("</think>")
+    return f"{reasoning.removeprefix('<think>').strip()}\n</think>\n\n" if mark else "\n</think>\n\n"
 
 
 def _check_template(tokenizer: Any, example: Conversation) -> None:
@@ -214,8 +273,6 @@ def _check_template(tokenizer: Any, example: Conversation) -> None:
     """
     keys = {key for message in example.messages for key in message.keys or ()} | ({"tools"} if example.tools else set())
     roles = tuple(message.role for message in example.messages)
-    if not keys and not _CHECKED_ROLES.intersection(roles):
-        return
     template = tokenizer.get_chat_template(tools=list(example.tools) or None)
     if (template, roles) not in _rendered_roles:
         _check_roles(tokenizer, example)
@@ -228,18 +285,19 @@ def _check_template(tokenizer: Any, example: Conversation) -> None:
 
 
 def _check_roles(tokenizer: Any, example: Conversation) -> None:
-    """Check that the chat template renders the messages of roles that some templates leave out."""
+    """Check that the chat template renders the content of all messages: some leave out roles, or take no plain text.
+
+    Raises:
+        TaskError: it does not, or refuses the conversation.
+    """
     marked = [
-        {
-            "role": each.role,
-            "content": f"content{index}content" if each.role in _CHECKED_ROLES else each.content,
-            **(each.keys or {}),
-        }
+        {"role": each.role, "content": f"content{index}content", **(each.keys or {})}
         for index, each in enumerate(example.messages)
     ]
     text = _apply_template(tokenizer, marked, example.tools, add_generation_prompt=False)
     for message in marked:
-        if message["role"] in _CHECKED_ROLES and message["content"] not in text:
+        # Many templates render calls of tools instead of the text beside them.
+        if message["content"] not in text and "tool_calls" not in message:
             raise TaskError(
                 f"the tokenizer's chat template leaves out messages by {message['role']}; take one that has them (--set"
                 " form.chat= a Jinja file), or remove them from the data"
@@ -258,14 +316,6 @@ def _apply_template(
             f"the tokenizer's chat template refuses a conversation: {' '.join(str(error).split())[:300]}"
         ) from error
     return text
-
-
-def _check_prefix(text: str, prefix: str) -> None:
-    if not text.startswith(prefix):
-        raise TaskError(
-            "the tokenizer's chat template changes earlier turns when later ones come, so the model would be trained on"
-            " other text than it is asked with; use another: --set form.chat=prompter, or a Jinja file of your own"
-        )
 
 
 def _cut_after_end(answer: str, eos_token: str, special: Sequence[str]) -> str:
@@ -298,7 +348,7 @@ def _defuse(text: str, special: Sequence[str]) -> str:
 
 
 def _encode(
-    tokenizer: Any, examples: Sequence[RawExample], *, asks: bool = False
+    tokenizer: Any, examples: Sequence[RawExample], *, asks: bool = False, last_only: list[RawExample] | None = None
 ) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
     """Yield (token ids, [start, end) of each response among them) of each example; no end token is added."""
     special = _special_tokens(tokenizer)
@@ -309,6 +359,8 @@ def _encode(
             {"add_special_tokens": False} if isinstance(batch[0], Conversation) else {"split_special_tokens": True}
         )
         rendered = [_render(tokenizer, example, special, asks=asks) for example in batch]
+        if last_only is not None:
+            last_only += [example for example, each in zip(batch, rendered, strict=True) if each.is_last_only]
         prefixes = [each.text[:cut] for each in rendered for cut in _cuts(each)]
         encoded = tokenizer(prefixes, **options)
         offsets = encoded.encodings or [None] * len(prefixes)

@@ -77,10 +77,15 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
     reason = ", all that the model takes," if context < settings.max_length else ""
     kept = []
     too_long = 0
+    last_only: list[RawExample] = []
     for examples in (rows.train, rows.test):
-        encoded = _encode(settings, sources, tokenizer, examples, rows if skip_bad else None)
+        encoded = _encode(settings, sources, tokenizer, examples, rows if skip_bad else None, last_only)
         kept.append([example for example in encoded if len(example.ids) <= limit])
         too_long += len(encoded) - len(kept[-1])
+    if last_only:
+        rows.notes.append(
+            f"{len(last_only):,} conversations train their last message alone: the chat template changes earlier ones"
+        )
     if not kept[0]:
         raise TaskError(f"setting max_length: none of the {len(rows.train)} rows fits {limit} tokens{reason}")
     return Prepared(kept[0], kept[1], rows, too_long, limit, reason)
@@ -115,20 +120,26 @@ def _encode(
     tokenizer: Any,
     examples: list[RawExample],
     skipped: SplitExamples | None,
+    last_only: list[RawExample],
 ) -> list[Example]:
     """Return the tokens of ``examples``. skipped: gets those that the chat template refuses; None: they are an error.
+
+    last_only: gets the conversations whose last message alone is a target.
 
     Raises:
         TaskError: the chat template refuses one; the message says where it is.
     """
+    conversations: list[RawExample] = []
     try:
-        return encode_examples(tokenizer, examples, mask_prompt=settings.mask_prompt)
+        encoded = encode_examples(tokenizer, examples, mask_prompt=settings.mask_prompt, last_only=conversations)
+        last_only += conversations
+        return encoded
     except TaskError:
         locations = locate_examples(sources, settings.form)
     encoded = []
     for example in examples:
         try:
-            encoded += encode_examples(tokenizer, [example], mask_prompt=settings.mask_prompt)
+            encoded += encode_examples(tokenizer, [example], mask_prompt=settings.mask_prompt, last_only=last_only)
         except TaskError as error:
             invalid = InvalidExample(locations.get(identify(example), "an example"), str(error))
             if skipped is None:

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from ekiben_tasks.data.schema import Conversation, Instruction, Message, PromptCompletion
 from ekiben_tasks.data.tokenize import encode_examples, encode_prompts, end_tokens
+from ekiben_tasks.task.errors import TaskError
 
 TEXTS = [
     "富士山の高さは3776mです。日本で一番高い山です。\nそうですか。",
@@ -55,6 +56,25 @@ PHI = (
 PLAIN = (  # no special token at all: a response ends where a line does, which a tokenizer may join to a full stop
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+# The lines of well-known templates that change earlier turns, or begin an answer otherwise than they ask for it.
+QWEN3 = (  # an empty reasoning before the last answer alone
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if loop.last and m['role'] == 'assistant' %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+R1 = (  # answers without the reasoning that the prompt begins; DeepSeek-V3.1 and Qwen 3.5 do alike
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}{% else %}"
+    "{{ '<|Assistant|>' + m['content'].split('</think>')[-1].strip() + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
+)
+NEMOTRON = R1.replace("'<|Assistant|>' + m", "'<|Assistant|><think></think>' + m")
+GPT_OSS = (  # another end of the last answer
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '<|message|>' + m['content'] }}"
+    "{{ '<|return|>' if loop.last and m['role'] == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 
 
@@ -180,6 +200,50 @@ def test_the_prompt_of_a_template_begins_the_training_example(tokenizer: Any, ro
     answer = row.output if isinstance(row, Instruction) else row.completion
     joined = tokenizer.decode(ids, skip_special_tokens=True)
     assert joined.endswith(tokenizer.decode(ids[:start], skip_special_tokens=True) + answer)
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "answer"),
+    [
+        (QWEN3, "<|im_end|>", "<think>\n\n</think>\n\n{answer}<|im_end|>"),
+        (R1, "<|eos|>", "\n</think>\n\n{answer}<|eos|>"),
+        (NEMOTRON, "<|eos|>", "</think>{answer}<|eos|>"),
+        (GPT_OSS, "<|return|>", "<|message|>{answer}<|return|>"),
+    ],
+    ids=["qwen3", "r1", "nemotron", "gpt-oss"],
+)
+def test_the_last_turn_is_trained_as_it_is_asked_where_earlier_ones_change(
+    template: str, end: str, answer: str
+) -> None:
+    special = ["<|im_start|>", "<|im_end|>", "<|eos|>", "<|start|>", "<|message|>", "<|end|>", "<|return|>"]
+    tokenizer = learn([*special, "<|User|>", "<|Assistant|>"], byte_level=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = wrap(tokenizer, template, None, end)
+    for count, expected in ((2, []), (4, [conversation(4)])):
+        last_only: list[Any] = []
+        (example,) = encode_examples(tokenizer, [conversation(count)], last_only=last_only)
+        assert last_only == expected
+        (start, stop), ids = example.targets[-1], example.ids.tolist()
+        assert len(example.targets) == 1
+        messages = [{"role": each.role, "content": each.content} for each in conversation(count).messages[:-1]]
+        asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids[:start]) == asked
+        assert encode_prompts(tokenizer, [conversation(count)])[0] == ids[:start]
+        assert tokenizer.decode(ids[start:stop]) == answer.format(answer=TURNS[count - 1])
+    if template == R1:
+        turns = (Message("user", "Hello?"), Message("assistant", "<think>\nHow?\n</think>\n\nI am fine."))
+        (example,) = encode_examples(tokenizer, [Conversation(turns)])
+        assert tokenizer.decode(example.ids[example.targets[0][0] :]) == "How?\n</think>\n\nI am fine.<|eos|>"
+    unweighted = Conversation((*conversation(3).messages, Message("assistant", "a", is_target=False)))
+    with pytest.raises(TaskError, match="only the last message can be trained on, and that has weight 0"):
+        encode_examples(tokenizer, [unweighted])
+
+
+def test_template_that_takes_no_plain_text_is_refused() -> None:
+    template = "{% for m in messages %}{{ m['role'] }}{% for p in m['content'] if p.type is defined %}{{ p.text }}"
+    tokenizer = wrap(learn(["<|eos|>"], byte_level=True), template + "{% endfor %}{% endfor %}", None, "<|eos|>")
+    with pytest.raises(TaskError, match="leaves out messages by user"):
+        encode_examples(tokenizer, [conversation(2)])
 
 
 def test_user_text_cannot_start_a_message(tokenizer: Any) -> None:
