@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ekiben.builder.base_config import base_config_of, labels_of
 from ekiben.builder.environment import evaluated_of
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
 from ekiben.builder.plan import (
@@ -439,13 +440,15 @@ def _are_intact(store: Store, digests: Iterable[str]) -> bool:
 def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer], store: Store) -> Image:
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
     evaluated = evaluated_of(layers, store) if resolved.scripts else None
+    base = base_config_of(layers, store)
+    labels = {**labels_of(layers, store), **resolved.labels}
     config = oci.image_config(
         layers,
         environment={**resolved.environment, **(evaluated.fixed if evaluated else {})},
-        labels=resolved.labels,
+        labels=labels,
         epoch=epoch,
         platform=resolved.stack.platform,
-        start=oci.Start(entrypoint=[START] if evaluated and evaluated.at_start else []),
+        start=oci.Start([START] if evaluated and evaluated.at_start else [], base.user if base else ""),
     )
     copies = (item for layer in resolved.layers for item in layer.copies)
     return Image(
@@ -458,7 +461,7 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer], store: St
         description=recipe.file.description,
         tasks={name: task.help for name, task in recipe.file.tasks.items()},
         environment={**resolved.environment, **(evaluated.values if evaluated else {})},
-        labels=resolved.labels,
+        labels=labels,
         deffile=resolved.deffile,
         epoch=epoch,
         arch=resolved.stack.arch,

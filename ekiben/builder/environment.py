@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ekiben.builder.base_config import has_config
 from ekiben.core.checked import read_regular
 from ekiben.core.environment import DEFAULT_PATH
 from ekiben.core.errors import LayerError
@@ -33,7 +34,7 @@ def evaluated_of(layers: Sequence[StoredLayer], store: Store) -> Evaluated | Non
     Raises LayerError for a layer that does not hold it, StoreError, OSError.
     """
     for layer in reversed(layers):
-        if layer.inputs.get("kind") != "environment":
+        if layer.inputs.get("kind") != "environment" and not has_config(layer.inputs):
             continue
         with store.reader(layer.digest) as reader:
             entry = reader.lookup(EVALUATED)
@@ -71,6 +72,9 @@ class Evaluation:
             (self.folder / name).write_text(padding + script.text, encoding="utf-8", errors="surrogateescape")
         lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(self.layer.environment.items())]
         for name, script in zip(names, self.layer.scripts, strict=True):
+            if script.file:
+                lines += [f". {script.file}"]
+                continue
             lines += [f': "${{{used}?which no layer sets}}"' for used in script.required]
             lines += [f". {shlex.quote(f'{_WORK}/{name}')}"]
         (self.folder / "all.sh").write_text("\n".join([_HEAD, *lines, _TAIL]), encoding="utf-8")

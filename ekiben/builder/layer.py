@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ekiben.builder.base_config import with_labels
 from ekiben.builder.bases import load_base
 from ekiben.builder.environment import Evaluation, environment_files, environment_of
 from ekiben.builder.plan import BuildContext
@@ -152,8 +153,9 @@ class LayerBuilder:
                 log = stack.enter_context(self.log(layer))
                 yield load_base(layer.stage.bootstrap).entries(layer, staging, notes, self.sources, log.line)
                 return
-            files = (*layer.files, *outputs)
+            files: Sequence[File] = (*layer.files, *outputs)
             if layer.kind == "files":
+                files = with_labels(files, lower, self.store)
                 yield file_entries(files, stack.enter_context(self._below(lower)), epoch=layer.epoch)
                 return
             if layer.kind == "environment":

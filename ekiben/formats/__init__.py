@@ -1,6 +1,7 @@
 """Layers and images as bytes; nothing here knows a store.
 
 layer           entries in canonical order, and what takes them
+base_config     what a base of others says of itself, as files
 changeset       what a script changed, as a layer's entries
 left_out        what a script wrote and no layer keeps, with the reason
 placement       destinations of %files on the layers below
@@ -19,6 +20,7 @@ compare         two layers, entry by entry
 """
 
 __all__ = [
+    "base_config",
     "changeset",
     "compare",
     "evaluated",

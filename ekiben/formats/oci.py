@@ -63,15 +63,16 @@ LAYER_LABEL = "org.ekiben.layer"  # of an image: the layers added to the recipe'
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a container of a finished image starts: in which folder, and the program that gets the command."""
+    """How a container of a finished image starts: the program that gets the command, its user, and the folder."""
 
-    working_dir: str = WORKING_DIR
     entrypoint: Sequence[str] = ()
+    user: str = ""
+    working_dir: str = WORKING_DIR
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of an image's config."""
         entrypoint = {"Entrypoint": [*self.entrypoint]} if self.entrypoint else {}
-        return {"WorkingDir": self.working_dir, **entrypoint}
+        return {"WorkingDir": self.working_dir, **entrypoint, **({"User": self.user} if self.user else {})}
 
 
 def image_config(

@@ -13,6 +13,7 @@ from ekiben.core.inner_path import AnyPath
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
+from ekiben.formats.base_config import BASE, BaseConfig
 from ekiben.formats.evaluated import EVALUATED, START, Evaluated
 from ekiben.formats.layer import write_entries
 from ekiben.formats.sif import read_sif, sif_header
@@ -30,7 +31,7 @@ _OF_RECIPE = {"EKIBEN_RECIPE": RECIPE_HOME}  # what an image of Ekiben's has bes
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
     """What the image says of itself; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it;
-    ``evaluated``: what scripts of the environment set."""
+    ``evaluated``: what scripts of the environment set; ``user``: the base's, "" for root."""
 
     recipe: str
     stack: str
@@ -42,6 +43,7 @@ class ImageInfo:
     epoch: int
     distribution: dict[str, str]
     evaluated: Evaluated | None = None
+    user: str = ""
 
 
 def image_info(image: ImageReader) -> ImageInfo:
@@ -55,6 +57,7 @@ def image_info(image: ImageReader) -> ImageInfo:
         labels = Fields.of({"labels": parse_json(text(".singularity.d/labels.json"))}).texts("labels")
         evaluated = Evaluated.parse(image.read_through_links(EVALUATED) or b"") if metadata.is_evaluated else None
         exports = "" if evaluated else text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n")
+        base = image.read_through_links(BASE) if metadata.is_evaluated else None
         release = shlex.split(text("etc/os-release"), comments=True)
         return ImageInfo(
             recipe=metadata.recipe,
@@ -67,6 +70,7 @@ def image_info(image: ImageReader) -> ImageInfo:
             epoch=image.tree["opt/ekiben"][0].mtime,
             distribution=_assignments(release),
             evaluated=evaluated,
+            user=BaseConfig.parse(base).user if base else "",
         )
     except (ValueError, KeyError) as error:
         raise UsageError(
@@ -129,7 +133,7 @@ def config_of(info: ImageInfo, layers: Sequence[StoredLayer], arch: str) -> byte
         labels=info.labels,
         epoch=info.epoch,
         platform=f"linux/{arch}",
-        start=oci.Start(entrypoint=[START] if evaluated and evaluated.at_start else []),
+        start=oci.Start([START] if evaluated and evaluated.at_start else [], info.user),
     )
 
 

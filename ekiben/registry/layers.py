@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from ekiben.core.errors import FetchError
 from ekiben.core.files import open_regular
@@ -54,15 +54,15 @@ class _Unpacked:
 
 def image_layers(
     reference: Reference, folder: Path, platform: str, on_bytes: Callable[[int], None]
-) -> tuple[dict[str, str], Iterator[tuple[IO[bytes], int]]]:
-    """Return the image's environment, and its layers, bottom first: the tar as a stream, and the bytes that it has
-    packed.
+) -> tuple[Mapping[str, Any], Iterator[tuple[IO[bytes], int]]]:
+    """Return what a container of the image starts with, unchecked, and its layers, bottom first: the tar as a stream,
+    and the bytes that it has packed.
 
     Each stream is gone when the next is asked for.
     """
     registry = Registry(reference)
     manifest = registry.manifest(platform)
-    environment = registry.config(manifest).environment
+    config = registry.config(manifest).config
 
     def streams() -> Iterator[tuple[IO[bytes], int]]:
         for number, layer in enumerate(manifest.layers):
@@ -72,4 +72,4 @@ def image_layers(
                 yield stream, path.stat().st_size
             path.unlink()
 
-    return environment, streams()
+    return config, streams()

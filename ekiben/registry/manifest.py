@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ekiben.core.checked import Fields, parse_json
@@ -58,13 +58,15 @@ def parse_index(data: bytes) -> list[Descriptor] | None:
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """The config of an image. ``created`` and ``architecture`` are "" where they are missing."""
+    """The config of an image. ``created`` and ``architecture`` are "" where they are missing; ``config`` is
+    unchecked: what a container of it starts with."""
 
     created: str
     diff_ids: tuple[str, ...]
     environment: dict[str, str]
     labels: dict[str, str]
     architecture: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, data: bytes) -> ImageConfig:
@@ -79,4 +81,5 @@ class ImageConfig:
             environment=dict(line.split("=", 1) for line in env if "=" in line),
             labels=config.texts("Labels", {}),
             architecture=fields.text("architecture", ""),
+            config=config.data,
         )

@@ -143,6 +143,11 @@ class ResolvedRecipe:
         return sorted(path for path in paths if sources.is_outside(path))
 
     @property
+    def has_base_config(self) -> bool:
+        """Return whether its base has an environment and a program of its own, which only the build learns."""
+        return any(script.file for script in self.scripts)
+
+    @property
     def top(self) -> Layer:
         """Return the highest layer."""
         return self.layers[-1]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ekiben.core.paths import RECIPE_HOME, TESTS
+from ekiben.formats.base_config import BASE_RUNSCRIPT
 from ekiben.formats.layer import File
 from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.resolve.apps import START, START_FILE
@@ -38,11 +39,10 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         start=_last(resolved, "startscript"),
         help=_help(recipe, resolved),
     )
-    runtime = runtime_files(resolved.environment, resolved.labels, resolved.deffile, scripts)
+    texts = [script.text for script in resolved.scripts if script.text]
+    runtime = runtime_files(resolved.environment, resolved.labels, resolved.deffile, scripts, texts)
     if any(item.final.apps for item in resolved.definitions):
         runtime[START_FILE] = 0o755, START.encode()
-    texts = [script.text for script in resolved.scripts]
-    runtime = runtime_files(resolved.environment, resolved.labels, resolved.deffile, scripts, texts)
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
     metadata: dict[str, Any] = {
         "recipe": recipe.name,
@@ -144,7 +144,8 @@ def _quoted(path: str) -> str:
 
 def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
     """Return the %runscript: it runs a task by name. Without arguments it runs the recipe's default task, else the
-    %runscript of the highest layer that has one, else it runs the arguments or lists the tasks.
+    %runscript of the highest layer that has one, else it runs the arguments or lists the tasks; without tasks it is the
+    program of a base that has one.
     """
     execute = 'if [ $# -gt 0 ]; then exec "$@"; fi\n'
     if recipe.file.default_task:
@@ -154,6 +155,8 @@ def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
             script = f'exec {_RUNSCRIPT} "$@"\n'
         tasks = "|".join(recipe.file.tasks)
         return f'case "${{1-}}" in\n{tasks}) exec "$@" ;;\nesac\n{script}' if tasks else script
+    if resolved.has_base_config and not recipe.file.tasks:
+        return f'exec {BASE_RUNSCRIPT} "$@"\n'
     text = _tasks(recipe)
     show = f"cat <<'EKIBEN'\n{text}\nEKIBEN"
     if "EKIBEN" in text.split("\n"):  # which would end it

@@ -14,16 +14,20 @@ from ekiben.core.atomic import is_vacant, new_folder
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import DefinitionError, StoreError, UsageError
 from ekiben.core.files import digest_of
+from ekiben.formats.base_config import BASE_RUNSCRIPT
 from ekiben.formats.layer import File
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
 from ekiben.spec.definition import Stage
 from ekiben.spec.definition_text import ARGUMENT
+from ekiben.spec.environment import EnvironmentScript
 
 # Never /tmp, /var/tmp or the home: Apptainer and Charliecloud mount the host's there while they build.
 _NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*"
 _FILES = "/.ekiben-files"
 _COPY = "copy.sh"
 _POST = "/.ekiben-post.sh"
+_RUNSCRIPT = "/.singularity.d/runscript"
+_ESCAPED = "\\$"
 _MIRROR = "MirrorURL: {{ mirror }}"
 _COPY_SCRIPT = """\
 # copy.sh FROM TO [NAME]: as `cp -r` copies. What TO is shows in the image alone: below a folder it gets that NAME;
@@ -206,9 +210,21 @@ def dockerfile(resolved: ResolvedRecipe) -> str:
         for key, value in sorted(resolved.environment.items())
         if environment.get(key) != value
     ]
-    if resolved.scripts:  # they set variables where a container starts
+    if any(map(_is_script, resolved.scripts)):  # they set variables where a container starts
         lines += ['ENTRYPOINT ["/.singularity.d/actions/exec"]']
-    return "\n".join([*lines, 'CMD ["/bin/sh", "/.singularity.d/runscript"]', ""])
+    if not _runs_base(resolved):
+        lines += ['CMD ["/bin/sh", "/.singularity.d/runscript"]']
+    return "\n".join([*lines, ""])
+
+
+def _is_script(script: EnvironmentScript) -> bool:
+    """Return whether only a shell knows what it sets: of a table, and of a base's own, Docker and Apptainer do."""
+    return bool(script.text) and not script.table
+
+
+def _runs_base(resolved: ResolvedRecipe) -> bool:
+    """Return whether the image runs its base's own program, which a plain file's base brings along."""
+    return any(BASE_RUNSCRIPT.encode() in file.content for file in resolved.top.files if file.destination == _RUNSCRIPT)
 
 
 def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
@@ -260,6 +276,7 @@ def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict
     """Return the lines of one step, and its environment that is not ``known``."""
     fresh = {key: value for key, value in step.environment.items() if known.get(key) != value}
     lines += [f"ENV {key}={_quoted(value)}" for key, value in sorted(fresh.items())]
+    lines += [f"ENV {key}={_quoted(value).replace(_ESCAPED, '$')}" for key, value in _table_of(step).items()]
     if _is_copied_by_script(step, "dockerfile"):
         # The folder of this step alone: BuildKit runs a step again when anything in what it mounts has changed.
         folder = _folder_of(step)
@@ -284,6 +301,12 @@ def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict
             f"    env {settings} /bin/sh -e{_command(step.stage)} /run/post.sh && {_NOISE}",
         ]
     return fresh
+
+
+def _table_of(step: Step) -> Mapping[str, str]:
+    """Return what a step sets in addition to a base's own environment, with its references."""
+    is_evaluated = isinstance(step, Layer) and step.kind == "environment"
+    return step.scripts[-1].table if is_evaluated else {}
 
 
 def _quoted(value: str) -> str:
@@ -315,10 +338,10 @@ def deffile(resolved: ResolvedRecipe) -> str:
     lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(resolved.environment.items())]
     for script in resolved.scripts:
         _check_lines("environment", text := script.text.rstrip("\n"))
-        lines += [text]
+        lines += [text] if text else []
     top = {file.destination: file for file in resolved.top.files}
     for section, file in (("runscript",) * 2, ("test",) * 2, ("startscript",) * 2, ("help", "runscript.help")):
-        if f"/.singularity.d/{file}" in top:
+        if f"/.singularity.d/{file}" in top and not (section == "runscript" and _runs_base(resolved)):
             text = top[f"/.singularity.d/{file}"].content.decode("utf-8", "surrogateescape").strip("\n")
             _check_lines(section, text)
             lines += ["", f"%{section}", text]
@@ -360,6 +383,7 @@ def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str
     for step in steps:
         lines += [f"# layer {step.name}"]
         lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(step.environment.items())]
+        lines += [f"export {key}={_shell_quoted(value)}" for key, value in _table_of(step).items()]
         if _is_copied_by_script(step, "def"):
             lines += _copy_commands(step, _FILES)
         elif step.files:
@@ -386,6 +410,11 @@ def _post_lines(stage: Stage) -> list[str]:
         return ["(", "set -e", post, ")"]
     end = next(name for number in itertools.count() if (name := f"EKIBEN{number or ''}") not in post.split("\n"))
     return [f"cat >{_POST} <<'{end}'", post, end, f"/bin/sh -e{_command(stage)} {_POST}", f"rm {_POST}"]
+
+
+def _shell_quoted(value: str) -> str:
+    """Return a value for a shell, in which it expands the references."""
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def _word(path: str) -> str:
@@ -416,10 +445,11 @@ def _cannot_hold(what: str) -> DefinitionError:
 def _check(resolved: ResolvedRecipe) -> None:
     """Raise DefinitionError for what neither of the plain files can hold."""
     for step in _steps(resolved.layers):
-        if step.scripts and step.stage is not None and step.stage.post:
+        unknown = [*filter(_is_script, step.scripts)]
+        if unknown and step.stage is not None and step.stage.post:
             raise _cannot_hold(
                 f"the %post of {step.name} above a %environment that is a script, whose values it would have to know: "
-                f"{step.scripts[-1].where}"
+                f"{unknown[-1].where}"
             )
     for name, value in resolved.environment.items():
         if "\n" in value:

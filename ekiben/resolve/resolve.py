@@ -14,6 +14,7 @@ from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.formats import oci
+from ekiben.formats.base_config import BASE_ENVIRONMENT
 from ekiben.formats.layer import File
 from ekiben.resolve.apps import app_environment, app_files
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
@@ -33,7 +34,7 @@ from ekiben.spec.definition import (
     read_definition,
 )
 from ekiben.spec.definition_scripts import with_shebang
-from ekiben.spec.environment import EnvironmentScript, expand, is_known, table_script
+from ekiben.spec.environment import EnvironmentScript, depends_on_caller, expand, is_known, table_script
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import local_path
 from ekiben.spec.sources import Source, read_sources, sources_file
@@ -296,7 +297,8 @@ class _Images:
 
     def _add_definition(self, definition: Definition, state: ImageState, circle: Sequence[str]) -> ImageState:
         """Add the layer of a definition's header (of a base), and that of its %files and %post (if it has any)."""
-        stage, epoch, environment = definition.final, self.stack.file.epoch, state.environment
+        stage, epoch = definition.final, self.stack.file.epoch
+        environment: Mapping[str, str] = state.environment
         packages = self.apt_lock.of(definition.name, lowest=stage.parent is None)
         locked = {"packages": packages} if packages else {}
         if stage.parent is None:
@@ -321,6 +323,9 @@ class _Images:
                 scripts=state.scripts,
             )
             state = state.add(base)
+            if "config" in source:
+                script = EnvironmentScript("", definition.path, 0, file=BASE_ENVIRONMENT)
+                state, environment = replace(state, environment={}, scripts=(script,)), {}
         environment = {**environment, **app_environment(stage.apps)}
         copies = self._stages(definition, state, circle)
         files = self._files_of(definition, stage)
@@ -358,7 +363,8 @@ class _Images:
             return state
         if stage.environment and not state.scripts and is_known(stage.environment, environment):
             return replace(state, environment=expand(stage.environment, environment, f"{definition.path}: %"))
-        script = EnvironmentScript(stage.environment_text, definition.path, stage.environment_line)
+        table = {} if depends_on_caller(stage.environment) else stage.environment
+        script = EnvironmentScript(stage.environment_text, definition.path, stage.environment_line, table=table)
         return self.add_script(definition.name, script, state)
 
     def add_script(self, name: str, script: EnvironmentScript, state: ImageState) -> ImageState:

@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ekiben.core.errors import DefinitionError
@@ -16,6 +16,7 @@ _NAMES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
 _HOME = re.compile(r"(?:^|:)~")
 # Of an image's own script: assignments, and what they refer to. What a shell sets by itself is another at each start.
+_OF_CALLER = {"HOME", "PWD", "OPTIND", "UID", "GID"}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(?:=.*)?", re.ASCII | re.DOTALL)
 _OF_THE_SHELL = re.compile(r"\$\{?(?:RANDOM|SRANDOM|UID|EUID|PPID|HOSTNAME|SECONDS|EPOCH\w*|[^A-Za-z_{])", re.ASCII)
 
@@ -23,12 +24,15 @@ _OF_THE_SHELL = re.compile(r"\$\{?(?:RANDOM|SRANDOM|UID|EUID|PPID|HOSTNAME|SECON
 @dataclass(frozen=True, slots=True)
 class EnvironmentScript:
     """A %environment that a shell evaluates. ``line``: the number of its first line in ``path``, 0 where no text of
-    this form is there; ``required``: variables that have to be set before it."""
+    this form is there; ``required``: variables that have to be set before it; ``table``: its values, where it is no
+    more than that; ``file``: where the image has it, whose text is unknown before the build."""
 
     text: str
     path: Path
     line: int
     required: tuple[str, ...] = ()
+    table: Mapping[str, str] = field(default_factory=dict)
+    file: str = ""
 
     @property
     def where(self) -> str:
@@ -103,6 +107,11 @@ def is_known(table: Mapping[str, str], inherited: Mapping[str, str]) -> bool:
     return True
 
 
+def depends_on_caller(table: Mapping[str, str]) -> bool:
+    """Return whether values refer to a variable that scripts see of whoever starts the image."""
+    return any(name in _OF_CALLER for value in table.values() for name in references(value))
+
+
 def depends_on_start(text: str) -> bool:
     """Return whether a script is more than assignments, so that what it sets may be another at each start: it runs
     commands, reads files, or tests what is there."""
@@ -140,7 +149,7 @@ def table_script(environment: Mapping[str, str], path: Path, where: str = "") ->
         lines.append(f'export {name}="{quoted}"')
         required += [used for used in references(value) if used not in defined]
         defined.add(name)
-    return EnvironmentScript("\n".join(lines), path, 0, tuple(dict.fromkeys(required)))
+    return EnvironmentScript("\n".join(lines), path, 0, tuple(dict.fromkeys(required)), environment)
 
 
 def expand(environment: Mapping[str, str], inherited: Mapping[str, str], where: str = "") -> dict[str, str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from ekiben.inspect.image_info import image_of_sif
 from ekiben.store import Image
 from support.sample_recipe import RECIPE
 from test_definition_corpus import HEADER, Lab, lab
-from workspaces import USER, as_user, home_of
+from test_registry_base import REGISTRY
+from workspaces import USER, as_user, give, home_of, need
 
 __all__ = ["lab"]
 pytestmark = pytest.mark.covers("ekiben/spec", "ekiben/resolve", "ekiben/builder", "ekiben/formats")
@@ -207,3 +210,58 @@ def test_script_that_cannot_be_evaluated(script: str, reason: str, lab: Lab, mon
     with pytest.raises(LayerError) as caught:
         lab.build(f"{HEADER}\n%environment\n{script}")
     assert f"corpus.def:5: %environment cannot be evaluated in the image: {reason}" in str(caught.value)
+
+
+CONFIG = (
+    'ENV FROM_BASE=yes QUOTED="it\'s 5 words" PATH=/opt/base:/usr/local/bin:/usr/bin:/bin',
+    "USER 1234",
+    "WORKDIR /srv",
+    'ENTRYPOINT ["/usr/bin/env", "STARTED=yes"]',
+    'CMD ["env", "-0"]',
+    "LABEL org.example.base=one",
+)
+
+
+@pytest.fixture
+def hub(lab: Lab) -> Iterator[str]:
+    """A reference of an image with a configuration of its own in the local registry."""
+    need("docker", "curl")
+    tag = f"{REGISTRY}/ekiben-test/config:1"
+    with subprocess.Popen(
+        ["tar", "-C", lab.recipe.path.parent / "root", "-cf", "-", "."], stdout=subprocess.PIPE
+    ) as tar:
+        changes = [word for line in CONFIG for word in ("--change", line)]
+        subprocess.run(["docker", "import", *changes, "-", tag], stdin=tar.stdout, check=True, capture_output=True)
+    pushed = subprocess.run(["docker", "push", tag], check=True, capture_output=True, text=True).stdout
+    digest = re.search(r"digest: (sha256:\w+)", pushed)
+    assert digest
+    yield f"{tag.removesuffix(':1')}@{digest[1]}"
+    subprocess.run(["docker", "rmi", "--force", tag], capture_output=True, check=False)
+
+
+def test_base_out_of_a_registry_keeps_its_configuration(lab: Lab, hub: str, docker: str) -> None:
+    post = "\n%post\n    printf '%s %s %s' $FROM_BASE $ABOVE $PATH >/opt/seen\n"
+    lab.recipe.write("images/hub.def", f"Bootstrap: docker\nFrom: {hub}\n\n%environment\n    export ABOVE=$FROM_BASE\n")
+    _, image = lab.build(f"Bootstrap: localimage\nFrom: hub.sif\n{post}")
+    text = f"Bootstrap: docker\nFrom: {hub}\n\n%environment\n    export ABOVE=$FROM_BASE\n"
+    lab.recipe.write("corpus.def", text)
+    sandbox = Path(tempfile.mkdtemp(dir=lab.out)) / "tree"
+    give(sandbox.parent, USER)
+    lab.apptainer("build", "--fakeroot", "--no-https", "--sandbox", sandbox, "corpus.def")
+    sif = sif_of(lab, image)
+    for title, caller in CALLERS.items():
+        for command in (("exec", "IMAGE", "env", "-0"), ("run", "IMAGE"), ("run", "IMAGE", "env", "-0")):
+            at = command.index("IMAGE")
+            shown = [run(lab, caller, *command[:at], path, *command[at + 1 :]) for path in (sif, sandbox)]
+            assert shown[0] == shown[1] != {}, (title, command)
+            assert ("STARTED" in shown[0]) == (command[0] == "run")
+    path = "/opt/base:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+    assert lab.apptainer("exec", sif, "cat", "/opt/seen") == f"yes yes {path}"
+    assert "org.example.base: one" in lab.apptainer("inspect", "--labels", sif)
+    assert image_of_sif(sif, lab.store, Progress(quiet=True)).image.config == image.config
+    export(image, lab.store, Progress(quiet=True), formats=("docker",))
+    inside = variables(subprocess.run(["docker", "run", "--rm", docker], capture_output=True, check=True).stdout)
+    expected = {"FROM_BASE": "yes", "ABOVE": "yes", "STARTED": "yes", "PATH": path, "QUOTED": "it's 5 words"}
+    assert expected.items() <= inside.items()
+    config = json.loads(image.config)["config"]
+    assert (config["User"], config["Labels"]["org.example.base"]) == ("1234", "one")

@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ekiben.builder.base_config import config_layer
 from ekiben.builder.bases._reference import reference_problems
+from ekiben.core.checked import Fields
 from ekiben.core.errors import FetchError, LayerError
+from ekiben.formats.base_config import BaseConfig
 from ekiben.formats.changeset import unordered_entries
 from ekiben.formats.squashfs.reader import merged_layer
 
@@ -38,8 +41,9 @@ def image_reference(header: Mapping[str, str]) -> str:
 
 
 def key_inputs(header: Mapping[str, str]) -> dict[str, str]:
-    """Return the header without what only a mirror or a stage is named by."""
-    return {name: value for name, value in header.items() if value and name not in ("mirrorurl", "stage")}
+    """Return the header without what only a mirror or a stage is named by, and that it has a configuration."""
+    inputs = {name: value for name, value in header.items() if value and name not in ("mirrorurl", "stage")}
+    return {**inputs, "config": "1"}  # the image's own configuration is in the layer
 
 
 def entries(
@@ -67,11 +71,11 @@ def entries(
         log(f"{reference.repository}: {received / 1e6:.0f} MB")
 
     with contextlib.ExitStack() as stack:
-        environment, archives = image_layers(reference, staging, str(layer.inputs["platform"]), count)
-        # Keys are known before anything is fetched, so an image's own environment cannot be inherited.
-        notes["environment_left_out"] = environment
-        for name, value in notes["environment_left_out"].items():
-            log(f"not taken over from {reference.repository}; state it in %environment if it is needed: {name}={value}")
+        fields, archives = image_layers(reference, staging, str(layer.inputs["platform"]), count)
+        try:
+            config = BaseConfig.parse_oci(Fields(fields))
+        except ValueError as error:
+            raise FetchError(f"{reference}: the config of the image {error}") from error
         readers: list[SquashfsReader] = []
         for number, (archive, size) in enumerate(archives):
             with (staging / "spool.tar").open("w+b") as spool, (staging / f"{number}.squashfs").open("w+b") as out:
@@ -95,4 +99,6 @@ def entries(
                         f"{reference}: layer {number + 1} of the image cannot be unpacked: {error}"
                     ) from error
             readers.append(SquashfsReader(stack.enter_context((staging / f"{number}.squashfs").open("rb"))))
+        out = stack.enter_context((staging / "config.squashfs").open("w+b"))
+        readers.append(config_layer(config, readers, out, layer.epoch))
         yield from merged_layer(readers)

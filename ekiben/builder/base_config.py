@@ -1,0 +1,63 @@
+"""A base's own configuration: written into its layer, and read from it for what stands on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import BinaryIO
+
+from ekiben.core.checked import Fields, parse_json
+from ekiben.core.errors import LayerError
+from ekiben.formats.base_config import BASE, BaseConfig
+from ekiben.formats.changeset import Lower, file_entries
+from ekiben.formats.layer import File, write_entries
+from ekiben.formats.squashfs.reader import SquashfsReader
+from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.store import Store, StoredLayer
+
+LABELS = "/.singularity.d/labels.json"
+
+
+def config_layer(config: BaseConfig, below: Sequence[SquashfsReader], out: BinaryIO, epoch: int) -> SquashfsReader:
+    """Write the files of a base's configuration to ``out`` as a squashfs, to be merged with ``below``; return it."""
+    files = [File(name, mode, content=content) for name, (mode, content) in config.files().items()]
+    write_entries(file_entries(files, Lower(below[::-1]), epoch=epoch), SquashfsWriter(out, epoch=epoch))
+    return SquashfsReader(out)
+
+
+def base_config_of(layers: Sequence[StoredLayer], store: Store) -> BaseConfig | None:
+    """Return the configuration that the lowest of ``layers`` brought; None where it has none of its own.
+
+    Raises LayerError for a layer that does not hold it, StoreError, OSError.
+    """
+    if not (layers and has_config(layers[0].inputs)):
+        return None
+    with store.reader(layers[0].digest) as reader:
+        entry = reader.lookup(BASE)
+        try:
+            return BaseConfig.parse(reader.read_file(BASE) if entry and entry.kind == "file" else b"")
+        except ValueError as error:
+            raise LayerError(f"layer {layers[0].name}: its /{BASE} {error}") from error
+
+
+def has_config(inputs: Mapping[str, object]) -> bool:
+    """Return whether a layer of this key has a base's own configuration."""
+    source = inputs.get("source")
+    return isinstance(source, dict) and "config" in source
+
+
+def with_labels(files: Sequence[File], layers: Sequence[StoredLayer], store: Store) -> list[File]:
+    """Return the files of a layer, its labels with those that the layers below brought."""
+    return [_with_labels(file, layers, store) if file.destination == LABELS else file for file in files]
+
+
+def _with_labels(file: File, layers: Sequence[StoredLayer], store: Store) -> File:
+    labels = labels_of(layers, store) | Fields.of({"labels": parse_json(file.content)}).texts("labels")
+    return replace(file, content=json.dumps(labels, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def labels_of(layers: Sequence[StoredLayer], store: Store) -> dict[str, str]:
+    """Return the labels that layers brought beside those of their definition files."""
+    config = base_config_of(layers, store)
+    return dict(config.labels) if config else {}
