@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO
 
-from ekiben.core.checked import Fields, parse_json
+from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import LayerError
 from ekiben.formats.base_config import BASE, BaseConfig
 from ekiben.formats.changeset import Lower, file_entries
@@ -17,6 +18,9 @@ from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.store import Store, StoredLayer
 
 LABELS = "/.singularity.d/labels.json"
+LABELS_FILE = "labels"  # in the folder that a job has of the host
+_MAX_LABELS = 1 << 20  # bytes
+_RESERVED = ("org.ekiben.", "org.opencontainers.image.title", "org.opencontainers.image.description")
 
 
 def config_layer(config: BaseConfig, below: Sequence[SquashfsReader], out: BinaryIO, epoch: int) -> SquashfsReader:
@@ -53,11 +57,26 @@ def with_labels(files: Sequence[File], layers: Sequence[StoredLayer], store: Sto
 
 
 def _with_labels(file: File, layers: Sequence[StoredLayer], store: Store) -> File:
-    labels = labels_of(layers, store) | Fields.of({"labels": parse_json(file.content)}).texts("labels")
+    labels = merged_labels(Fields.of({"labels": parse_json(file.content)}).texts("labels"), layers, store)
     return replace(file, content=json.dumps(labels, indent=1, sort_keys=True).encode() + b"\n")
 
 
-def labels_of(layers: Sequence[StoredLayer], store: Store) -> dict[str, str]:
-    """Return the labels that layers brought beside those of their definition files."""
+def merged_labels(labels: Mapping[str, str], layers: Sequence[StoredLayer], store: Store) -> dict[str, str]:
+    """Return an image's labels: those of its base, ``labels``, and what the %post of its layers wrote, which has no
+    effect on Ekiben's own."""
     config = base_config_of(layers, store)
-    return dict(config.labels) if config else {}
+    written = {name: value for layer in layers for name, value in layer.notes.get("labels", {}).items()}
+    known = {name: value for name, value in written.items() if not name.startswith(_RESERVED)}
+    return {**(config.labels if config else {}), **labels, **known}
+
+
+def read_labels(folder: Path) -> dict[str, str]:
+    """Return the labels that a %post wrote: lines of a name and a value. Raises LayerError."""
+    try:
+        text = read_regular(folder / LABELS_FILE, max_size=_MAX_LABELS).decode(errors="replace")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise LayerError(f"$APPTAINER_LABELS, which %post wrote, cannot be read: it {error}") from error
+    pairs = [line.split(None, 1) for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return {pair[0]: pair[1].strip() if pair[1:] else "" for pair in pairs}

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ekiben.builder.base_config import base_config_of, labels_of
+from ekiben.builder.base_config import base_config_of, merged_labels
 from ekiben.builder.environment import evaluated_of
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
 from ekiben.builder.plan import (
@@ -441,7 +441,7 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer], store: St
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
     evaluated = evaluated_of(layers, store) if resolved.scripts else None
     base = base_config_of(layers, store)
-    labels = {**labels_of(layers, store), **resolved.labels}
+    labels = merged_labels(resolved.labels, layers, store)
     config = oci.image_config(
         layers,
         environment={**resolved.environment, **(evaluated.fixed if evaluated else {})},

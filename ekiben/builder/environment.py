@@ -70,14 +70,14 @@ class Evaluation:
         for name, script in zip(names, self.layer.scripts, strict=True):
             padding = "\n" * max(0, script.line - 1)  # the shell's messages have the numbers of the file's lines
             (self.folder / name).write_text(padding + script.text, encoding="utf-8", errors="surrogateescape")
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(self.layer.environment.items())]
+        lines = [_BELOW]
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(self.layer.environment.items())]
         for name, script in zip(names, self.layer.scripts, strict=True):
-            if script.file:
-                lines += [f". {script.file}"]
+            if script.file:  # it is among those of the image
                 continue
             lines += [f': "${{{used}?which no layer sets}}"' for used in script.required]
             lines += [f". {shlex.quote(f'{_WORK}/{name}')}"]
-        (self.folder / "all.sh").write_text("\n".join([_HEAD, *lines, _TAIL]), encoding="utf-8")
+        (self.folder / "all.sh").write_text("\n".join([_HEAD, *lines, _ABOVE, _TAIL]), encoding="utf-8")
         check = f'"$shell" -n {shlex.quote(f"{_WORK}/{names[-1]}")} || exit {_NO_SCRIPT}\n'
         starts = "".join(f"begin {name} {home} {folder}\n" for name, (home, folder) in _STARTS.items())
         values = {"no-env": _NO_ENV, "seconds": SECONDS, "path": DEFAULT_PATH, "work": _WORK, "timeout": _TIMEOUT}
@@ -161,5 +161,19 @@ case $1 in
     ;;
 esac
 shift
+"""
+# Scripts of a base, and of the %post of layers, in the order in which Apptainer has them.
+_BELOW = """\
+for _script in /.singularity.d/env/[0-8]*.sh; do
+    [ ! -f "$_script" ] || . "$_script"
+done
+"""
+_ABOVE = """\
+for _script in /.singularity.d/env/*.sh; do
+    case $_script in
+    */[0-8]*.sh | */90-environment.sh | */99-base.sh) ;;
+    *) [ ! -f "$_script" ] || . "$_script" ;;
+    esac
+done
 """
 _TAIL = '"$_env" -0 >"$_out.out"\n'

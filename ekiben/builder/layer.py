@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ekiben.builder.base_config import with_labels
+from ekiben.builder.base_config import LABELS_FILE, read_labels, with_labels
 from ekiben.builder.bases import load_base
 from ekiben.builder.environment import Evaluation, environment_files, environment_of
 from ekiben.builder.plan import BuildContext
@@ -29,6 +29,7 @@ from ekiben.core.process import describe_exit
 from ekiben.core.progress import Progress
 from ekiben.executors import SOURCED, Executor, Job, JobFailed, Script, choose, write_run_script
 from ekiben.formats.changeset import file_entries
+from ekiben.formats.evaluated import written_path
 from ekiben.formats.layer import File
 from ekiben.formats.tar import DigestWriter
 from ekiben.resolve.graph import BuildStage, Layer
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
     from ekiben.formats.layer import LayerEntry
     from ekiben.packages.host_config import PackageSources
 
+# Where %post adds to the image's environment and labels, under the names that Apptainer gives it.
+WRITES = {
+    **dict.fromkeys(("APPTAINER_ENVIRONMENT", "SINGULARITY_ENVIRONMENT"), "/.singularity.d/env/91-environment.sh"),
+    **dict.fromkeys(("APPTAINER_LABELS", "SINGULARITY_LABELS"), f"/{BUILD_MOUNT}/{LABELS_FILE}"),
+}
+ENVIRONMENT_LINKS = ("/environment", "/.singularity.d/env/90-environment.sh")
 LogLine = Callable[[str], None]
 LAST_LINES = 40  # of a script that failed, in the error
 
@@ -166,7 +173,11 @@ class LayerBuilder:
             log = stack.enter_context(self.log(layer))
             try:
                 notes["executor"] = self.executor[0]
-                yield stack.enter_context(self.run_post(layer, lower, staging, files, log.line))
+                settings = WRITES if layer.inputs.get("writes") else None
+                entries = stack.enter_context(self.run_post(layer, lower, staging, files, log.line, settings))
+                if settings and (labels := read_labels(staging / "mount")):
+                    notes["labels"] = labels
+                yield entries
             except JobFailed as error:
                 raise LayerError(log.failure(layer, error.returncode)) from error
 
@@ -246,7 +257,13 @@ class LayerBuilder:
             command=step.stage.shell or SOURCED,
             is_isolated=source is not None,
         )
+        links: tuple[str, ...] = ()
+        if step.inputs.get("writes"):
+            links = (name := written_path(str(step.inputs["parent"])), *ENVIRONMENT_LINKS)
+            files = [File(name, 0o644, content=b"#!/bin/sh\n"), *files]
         job = prepare_job(script, lower, self.store, staging, files=files, log=log)
+        if links:
+            (staging / "mount/files.tar").write_bytes(_files_tar(files, links))
         with self._below(lower) as below, executor.execute(job) as changes:
             if step.cache_key == self._last_script:
                 self.store.remove_finished()
@@ -373,8 +390,9 @@ def prepare_job(
     )
 
 
-def _files_tar(files: Sequence[File]) -> bytes:
-    """Return the files of %files as a tar, which the executor unpacks before %post."""
+def _files_tar(files: Sequence[File], links: Sequence[str] = ()) -> bytes:
+    """Return the files of %files as a tar, which the executor unpacks before %post. ``links``: a path, and links that
+    lead there."""
     import tarfile
 
     buffer = io.BytesIO()
@@ -385,6 +403,10 @@ def _files_tar(files: Sequence[File]) -> bytes:
             info.size, info.mode = file.size, file.mode
             with file.open() as content:
                 tar.addfile(info, content)
+        for link in links[1:]:
+            info = tarfile.TarInfo(link.lstrip("/"))
+            info.type, info.linkname = tarfile.SYMTYPE, links[0]
+            tar.addfile(info)
     return buffer.getvalue()
 
 

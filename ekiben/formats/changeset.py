@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import re
 import stat
 import tarfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -62,6 +63,11 @@ EXCLUDED_BELOW = (
     "var/lib/systemd",
     ".singularity.d",
 )
+# Of the scripts of the environment those that each image has of its runtime are left out.
+_ENVIRONMENT_SCRIPT = re.compile(
+    r"\.singularity\.d/env/(?!(?:01-base|10-docker|10-docker2singularity|90-environment|94-appsbase|95-apps|99-base"
+    r"|99-runtimevars)\.sh$)[^/]*\.sh"
+)
 EXCLUDED = (
     ".dockerenv",
     ".singularity.d",
@@ -91,6 +97,8 @@ PLACEHOLDERS = ("etc/hostname", "etc/hosts", "etc/machine-id", "etc/resolv.conf"
 
 def is_excluded(path: str) -> bool:
     """Return whether layers leave out this path."""
+    if _ENVIRONMENT_SCRIPT.fullmatch(path):
+        return False
     if any(path.startswith(folder + "/") for folder in EXCLUDED_BELOW):
         return True
     return any(fnmatchcase(path, pattern) for pattern in EXCLUDED)
@@ -253,7 +261,15 @@ class _Normalizer:
         yield Entry("", "dir", 0o755, mtime=self.epoch), None
         for name in self.lower.children("") if "" in self.opaque else ():
             self.delete(name)
+        folders: list[tuple[str, tarfile.TarInfo]] = []  # only what a script puts there is kept
         for path, info in infos:
+            if path in (".singularity.d", ".singularity.d/env") and info.isdir():
+                folders.append((path, info))
+                continue
+            if path.startswith(".singularity.d/env/") and not is_excluded(path):
+                for folder, folder_info in folders:
+                    yield from self.entries_of(read, folder_info, folder)
+                folders.clear()
             if path == "etc/localtime" and _means_utc(info) and not self.lower.lookup(path):
                 continue  # means the default, and Debian's packages create it
             if path not in ("", ".") and (path in self.keep or not is_excluded(path)):

@@ -20,6 +20,11 @@ _SET = "/opt/ekiben/environment.sh"
 _OF_START = {"PWD", "OLDPWD", "SHLVL", "_"}
 
 
+def written_path(parent: str) -> str:
+    """Return where a layer keeps what its %post appends to /environment. ``parent``: the key of the layer below."""
+    return f"/opt/ekiben/environment.d/{parent[:12]}.sh"
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """``values`` as root's shell in / has them, without those of a machine; ``varying`` are names that another home,

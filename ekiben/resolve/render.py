@@ -445,6 +445,8 @@ def _cannot_hold(what: str) -> DefinitionError:
 def _check(resolved: ResolvedRecipe) -> None:
     """Raise DefinitionError for what neither of the plain files can hold."""
     for step in _steps(resolved.layers):
+        if step.inputs.get("writes"):
+            raise _cannot_hold(f"the %post of {step.name}, which adds to the image's environment or labels")
         unknown = [*filter(_is_script, step.scripts)]
         if unknown and step.stage is not None and step.stage.post:
             raise _cannot_hold(

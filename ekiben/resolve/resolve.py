@@ -15,6 +15,7 @@ from ekiben.core.files import read_source
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.formats import oci
 from ekiben.formats.base_config import BASE_ENVIRONMENT
+from ekiben.formats.evaluated import written_path
 from ekiben.formats.layer import File
 from ekiben.resolve.apps import app_environment, app_files
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
@@ -34,7 +35,14 @@ from ekiben.spec.definition import (
     read_definition,
 )
 from ekiben.spec.definition_scripts import with_shebang
-from ekiben.spec.environment import EnvironmentScript, depends_on_caller, expand, is_known, table_script
+from ekiben.spec.environment import (
+    EnvironmentScript,
+    depends_on_caller,
+    expand,
+    is_known,
+    table_script,
+    writes_environment,
+)
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import local_path
 from ekiben.spec.sources import Source, read_sources, sources_file
@@ -331,6 +339,8 @@ class _Images:
         files = self._files_of(definition, stage)
         if stage.post:
             copies += source_copies(definition.name, self._sources_of(files), state, self.stack)
+        parent = state.top_key or ""
+        writes = writes_environment("\n".join([stage.post, *(file.destination for file in files)]))
         if stage.post or files or copies:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
             inputs = {
@@ -343,6 +353,7 @@ class _Images:
                 **copy_inputs(copies),
                 **locked,
                 "environment": dict(environment),
+                **({"writes": "environment"} if writes else {}),
                 "epoch": epoch,
                 "platform": self.stack.platform,
             }
@@ -359,6 +370,10 @@ class _Images:
             )
             state = state.add(layer)
         state = replace(state, environment=environment)
+        if writes:
+            text = f". {written_path(parent)}\n{stage.environment_text}"
+            script = EnvironmentScript(text, definition.path, max(0, stage.environment_line - 1))
+            return self.add_script(definition.name, script, state)
         if not stage.environment_text:
             return state
         if stage.environment and not state.scripts and is_known(stage.environment, environment):
@@ -424,6 +439,7 @@ class _Images:
                     "needs a name (Stage: build)" if stage.parent else "needs a layer below (Bootstrap: localimage)"
                 )
                 raise DefinitionError(f"{definition.path}: a build stage {requirement}")
+            _refuse_writes(definition, stage)
             state = self.state_of(self.definitions_of(stage.parent, str(definition.path)), circle)
             stages[stage.name] = self._stage(definition, stage, state, below, stages)
         return _stage_copies(definition.final, stages)
@@ -537,6 +553,15 @@ def _compiler_inputs(stack_file: StackFile, state: ImageState, runtime: ImageSta
         "cuda": stack_file.cuda,
         "cxx11_abi": has_cxx11_abi(stack_file.torch, stack_file.cuda),
     }
+
+
+def _refuse_writes(definition: Definition, stage: Stage) -> None:
+    """Raise DefinitionError for a build stage whose %post adds to the image's environment or labels."""
+    if writes_environment(stage.post):
+        raise DefinitionError(
+            f"{definition.path}: the %post of '{stage.name}' adds to the image's environment or labels, and the"
+            " stage does not ship; write it in the last stage"
+        )
 
 
 def _missing(required: Sequence[Definition], definitions: Sequence[Definition]) -> list[str]:

@@ -72,9 +72,6 @@ OTHER_AGENTS = {
     "zypper": "an image of the distribution from a registry: Bootstrap: docker and From: opensuse/leap",
 }
 
-# Files of Apptainer's to which a %post appends what the image shall set and say. Here a script has no such file.
-_WRITTEN = re.compile(r">\s*[\"']?\$(\{)?(?:APPTAINER|SINGULARITY)_(ENVIRONMENT|LABELS)\b(?(1)\})")
-
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -238,7 +235,6 @@ class _Reader:
             )
         header = self.header(bound[0])
         sections = self.sections(bound[1:])
-        self.check_script(sections.get("post"))
         apps = read_apps(bound[1:], self.problem)
         texts = {
             name: script_file(section, self.problem) if name in SHEBANG_SECTIONS else section.text()
@@ -324,13 +320,6 @@ class _Reader:
                 )
             sections[section.name] = sections[section.name].join(section) if section.name in sections else section
         return sections
-
-    def check_script(self, section: Section | None) -> None:
-        """Report a script that adds to the image's environment or labels: keys are computed before it runs."""
-        for number, line in section.lines() if section else ():
-            if match := _WRITTEN.search(line):
-                name = match[2].lower()
-                self.problem(number, f"%post cannot add to the image's {name}: write %{name}, with the value itself")
 
     def files(self, section: Section) -> Iterator[Copy]:
         tokens = section.tokens

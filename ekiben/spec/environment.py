@@ -17,6 +17,10 @@ _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
 _HOME = re.compile(r"(?:^|:)~")
 # Of an image's own script: assignments, and what they refer to. What a shell sets by itself is another at each start.
 _OF_CALLER = {"HOME", "PWD", "OPTIND", "UID", "GID"}
+# What a %post names that adds to the image's environment or labels as Apptainer has them.
+_WRITES = re.compile(
+    r"(?:APPTAINER|SINGULARITY)_(?:ENVIRONMENT|LABELS)\b|/\.singularity\.d/env\b|(?<![\w.}/-])/environment(?![\w./-])"
+)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(?:=.*)?", re.ASCII | re.DOTALL)
 _OF_THE_SHELL = re.compile(r"\$\{?(?:RANDOM|SRANDOM|UID|EUID|PPID|HOSTNAME|SECONDS|EPOCH\w*|[^A-Za-z_{])", re.ASCII)
 
@@ -105,6 +109,11 @@ def is_known(table: Mapping[str, str], inherited: Mapping[str, str]) -> bool:
             return False
         known.add(name)
     return True
+
+
+def writes_environment(text: str) -> bool:
+    """Return whether a script, or the destination of a file, adds to the image's environment or labels."""
+    return _WRITES.search(text) is not None
 
 
 def depends_on_caller(table: Mapping[str, str]) -> bool:

@@ -132,7 +132,7 @@ def _notes(record: Fields) -> dict[str, Any]:
     """Return a layer's notes under their current names. Raises ValueError for one of a wrong type."""
     notes = {_FORMER_NOTES.get(name, name): value for name, value in record.mapping("notes", {}).items()}
     fields = Fields(notes, "notes")
-    for name in ("outputs", "environment_left_out"):
+    for name in ("outputs", "environment_left_out", "labels"):
         fields.texts(name, {})
     if "drift" in notes:
         fields.strings("drift")

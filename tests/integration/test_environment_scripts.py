@@ -119,6 +119,47 @@ def test_variables_are_those_of_apptainer(name: str, lab: Lab) -> None:
             assert shown[0] == shown[1] != {}, (title, command)
 
 
+POSTS = {
+    "the variable": ('    echo "export A=b" >>$APPTAINER_ENVIRONMENT\n', "    export B=$A.\n"),
+    "the old variable": (
+        '    echo "export A=b" >>"$SINGULARITY_ENVIRONMENT"\n    echo "export B=$HOME" >>"${APPTAINER_ENVIRONMENT}"\n',
+        "",
+    ),
+    "the file": ('    echo "export A=yes" >> /environment\n', "    export B=$A.\n"),
+    "the file of %environment": ("    echo 'export A=yes PATH=/x:$PATH' >>/.singularity.d/env/90-environment.sh\n", ""),
+    "a script": ('    mkdir -p /.singularity.d/env\n    echo "export A=yes" > /.singularity.d/env/91-own.sh\n', ""),
+    "scripts before and after": (
+        '    echo "export A=one B=two" >/.singularity.d/env/20-own.sh\n'
+        '    echo "export C=$A-$B" >/.singularity.d/env/zz.sh\n',
+        "    export A=$A.three\n",
+    ),
+    "labels": (
+        '    echo "L one two" >>$APPTAINER_LABELS\n    echo "export A=b" >>/environment\n',
+        "\n%labels\n    L three\n    N four\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSTS)
+def test_what_a_script_adds_is_as_with_apptainer(name: str, lab: Lab) -> None:
+    post, section = POSTS[name]
+    environment = "" if section.startswith("\n%") else "\n%environment\n"
+    text = f"{HEADER}\n%post\n{post}{environment}{section}"
+    _, image = lab.build(text)
+    ours, theirs = sif_of(lab, image), lab.sandbox(text)
+    for title, caller in CALLERS.items():
+        shown = [run(lab, caller, "exec", path, "env", "-0") for path in (ours, theirs)]
+        assert shown[0] == shown[1] != {}, title
+    assert "A" in run(lab, {}, "exec", ours, "env", "-0")
+    labels = [lab.apptainer("inspect", "--labels", path).splitlines() for path in (ours, theirs)]
+    lines = [[line for line in one if line.startswith(("L:", "N:"))] for one in labels]
+    assert lines[0] == lines[1]
+    assert image_of_sif(ours, lab.store, Progress(quiet=True)).image.config == image.config
+    lab.recipe.write("images/below.def", text)
+    _, image = lab.build("Bootstrap: localimage\nFrom: below.sif\n\n%post\n    echo above $A >/opt/above\n")
+    assert lab.apptainer("exec", sif_of(lab, image), "cat", "/opt/above") == f"above {image.environment['A']}\n"
+
+
 @pytest.fixture
 def docker(lab: Lab) -> Iterator[str]:
     if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:

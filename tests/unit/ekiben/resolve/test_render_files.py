@@ -135,6 +135,9 @@ def test_rendered_script_of_the_environment(sample: SampleRecipe, tmp_path: Path
     sample.replace("images/roof.def", "%environment", "%post\n    true\n%environment")
     with pytest.raises(DefinitionError, match=r"the %post of roof above a %environment that is a script.*walls.def:14"):
         render(resolve(find_recipe(str(sample.path))), "def", tmp_path / "refused")
+    sample.replace("images/walls.def", "%post\n", "%post\n    echo export A=b >>/environment\n")
+    with pytest.raises(DefinitionError, match="the %post of walls, which adds to the image's environment or labels"):
+        render(resolve(find_recipe(str(sample.path))), "dockerfile", tmp_path / "refused")
 
 
 def test_rendered_description_of_several_lines_is_a_comment(sample: SampleRecipe, tmp_path: Path) -> None:

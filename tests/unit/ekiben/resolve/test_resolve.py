@@ -137,6 +137,25 @@ def test_another_script_runs_no_script_of_its_layer_again(sample: SampleRecipe) 
     assert "walls" not in rebuilt
 
 
+def test_what_a_script_writes_is_evaluated_above_it(sample: SampleRecipe) -> None:
+    sample.replace("images/walls.def", "%post\n", "%post\n    echo export A=b >>/environment\n")
+    resolved = resolve(find_recipe(str(sample.path)))
+    ground, walls, evaluation, *_ = resolved.layers
+    assert (walls.inputs["writes"], evaluation.name, evaluation.kind) == (
+        "environment",
+        "walls-environment",
+        "environment",
+    )
+    assert evaluation.inputs["script"].startswith(
+        f". /opt/ekiben/environment.d/{ground.cache_key[:12]}.sh\n    export GREETING"
+    )
+    sample.replace("images/walls.def", "ground.sif\n", "ground.sif\nStage: one\n")
+    text = (sample.path / "images/walls.def").read_text().split("%environment")[0]
+    last = "\nBootstrap: localimage\nFrom: ground.sif\nStage: two\n%files from one\n    /x /x\n"
+    sample.write("images/walls.def", text + last)
+    assert "the %post of 'one' adds to the image's environment" in refusal(sample)
+
+
 def test_recipe_s_values_are_no_script(sample: SampleRecipe) -> None:
     sample.replace("images/walls.def", "%environment\n", "%environment\n    . /etc/profile\n")
     sample.recipe(environment={"A": "$(id)"})

@@ -10,7 +10,7 @@ from ekiben.core.errors import DefinitionError
 from ekiben.spec.bases_lock import base_reference
 from ekiben.spec.definition import Copy, Definition, declared_arguments, read_definition
 from ekiben.spec.definition_scripts import interpreter_command
-from ekiben.spec.environment import depends_on_start, expand, table_script
+from ekiben.spec.environment import depends_on_start, expand, table_script, writes_environment
 
 HEADER = "Bootstrap: localimage\nFrom: python.sif\n"
 DIGEST = "sha256:" + "0" * 64
@@ -208,6 +208,24 @@ class TestEnvironment:
     )
     def test_script_depends_on_the_start(self, text: str, depends: bool) -> None:
         assert depends_on_start(text) is depends
+
+    @pytest.mark.parametrize(
+        ("line", "writes"),
+        [
+            ("echo A=b >>$APPTAINER_ENVIRONMENT", True),
+            ('echo A=b >> "${SINGULARITY_ENVIRONMENT}"', True),
+            ("echo A b | tee -a $APPTAINER_LABELS", True),
+            ("echo export A=b >/environment", True),
+            ("tee -a '/environment' <<E", True),
+            ("cp x /.singularity.d/env/91-x.sh", True),
+            ("echo A=b >>/etc/environment", False),
+            ("echo A=b >>$HOME/environment", False),
+            ("cp x /environment.yml", False),
+            ("echo $APPTAINER_LABELSX", False),
+        ],
+    )
+    def test_script_writes_the_environment(self, line: str, writes: bool) -> None:
+        assert writes_environment(line) is writes
 
     def test_values_of_a_recipe_become_a_script(self) -> None:
         script = table_script({"A": 'a "b" $B', "C": "$A\\ ${D}"}, Path("recipe.yaml"))
@@ -578,21 +596,6 @@ class TestIgnoredNoMore:
         assert problems(tmp_path, self.STAGES.format("test")) == [
             "x.def:5: %test of a build stage is refused: the stage only compiles files; test in its %post"
         ]
-
-    @pytest.mark.parametrize(
-        "file", ["$APPTAINER_ENVIRONMENT", '"$SINGULARITY_ENVIRONMENT"', '"${APPTAINER_ENVIRONMENT}"']
-    )
-    def test_environment_written_by_a_script_is_refused(self, tmp_path: Path, file: str) -> None:
-        (problem,) = problems(tmp_path, f"{HEADER}%post\n    true\n    echo A=b >>{file}\n")
-        assert (
-            problem == "x.def:5: %post cannot add to the image's environment: write %environment, with the value itself"
-        )
-
-    @pytest.mark.parametrize(
-        "line", ['echo "$APPTAINER_ENVIRONMENT"', "echo >${APPTAINER_LABELS:-/dev/null}", "echo >$APPTAINER_LABELSX"]
-    )
-    def test_other_uses_of_these_names_stay(self, tmp_path: Path, line: str) -> None:
-        assert read(tmp_path, f"{HEADER}%post\n    {line}\n").final.post == f"    {line}\n"
 
 
 @pytest.mark.parametrize("value", ["$HOME/.cache", "${NEVER}", "/opt/lib:$LD_LIBRARY_PATH"])
