@@ -1,4 +1,4 @@
-"""Read examples from hub data sets, folders, JSON, JSONL and Parquet files, and check them one by one."""
+"""Read examples from hub data sets, folders and files, and check them one by one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ekiben_tasks.data import formats
 from ekiben_tasks.data.schema import (
     INSTRUCTION,
     Conversation,
@@ -29,8 +30,6 @@ from ekiben_tasks.task.hub import format_hub_error
 from ekiben_tasks.task.settings import warn_renamed
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-_SUFFIXES = (".jsonl", ".json", ".parquet")
-_ADVICE = "save the examples as JSONL in UTF-8, one object per line, or as Parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def parse_sources(data: Any, validation_split: float) -> list[Source]:
     """
     items = data if isinstance(data, list) else [data]
     if data in (None, "", []) or not items:
-        raise TaskError("setting data: is empty; name a hub data set, a folder or a .jsonl, .json or .parquet file")
+        raise TaskError("setting data: is empty; name a hub data set, a folder or a file, such as .jsonl or .parquet")
     return [_parse_source(item, validation_split) for item in items]
 
 
@@ -252,7 +251,7 @@ def _read_examples(
 
 def _list_items(source: Source, selection: _Selection) -> Iterator[tuple[str, Any]]:
     if selection.table is None:
-        return (pair for file in selection.files for pair in _read_file(file))
+        return (pair for file in selection.files for pair in formats.read_file(file))
     return ((f"{source.location} row {number}", item) for number, item in enumerate(selection.table, 1))
 
 
@@ -270,7 +269,7 @@ def is_hub(location: str) -> bool:
     path = Path(location).expanduser()
     if path.exists():
         return False
-    if path.suffix in _SUFFIXES or location.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(location):
+    if formats.is_data(path) or location.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(location):
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = nearest(path.name, beside)
         hint = close if "Did you mean" in close else ""
@@ -280,67 +279,13 @@ def is_hub(location: str) -> bool:
 
 def _list_files(path: Path) -> list[Path]:
     if not path.is_dir():
-        input_files.check_regular(path, _ADVICE)
+        input_files.check_regular(path, formats.ADVICE)
         return [path]
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        raise TaskError(f"{path}: is a saved Arrow data set; write it as Parquet: dataset.to_parquet('rows.parquet')")
-    files = sorted(file for suffix in _SUFFIXES for file in path.rglob(f"*{suffix}") if not file.is_dir())
+    files = sorted(file for file in path.rglob("*") if formats.is_data(file) and not file.is_dir())
     files = [file for file in files if not any(name.startswith(".") for name in file.relative_to(path).parts)]
     if not files:
-        raise TaskError(f"{path}: holds no {', '.join(_SUFFIXES)} file")
+        raise TaskError(f"{path}: holds no {', '.join(formats.SUFFIXES)} file")
     return files
-
-
-def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        if file.suffix == ".parquet":
-            yield from _read_parquet(file)
-        elif file.suffix in (".json", ".jsonl"):
-            yield from _read_list(file) if _holds_list(file) else _read_lines(file)
-        else:
-            raise TaskError(f"{file}: its type is unknown; name it {', '.join(_SUFFIXES)}")
-    except OSError as error:
-        raise TaskError(f"{file}: cannot be read: {error.strerror or error}") from None
-
-
-def _holds_list(file: Path) -> bool:
-    """Return whether a JSON file is one value, whatever its name, and not an example in each line."""
-    blank = b"\xef\xbb\xbf \t\r\n"
-    lines = (line.strip(blank) for _, line in input_files.read_lines(file, _ADVICE) if line.strip(blank))
-    first, is_single = next(lines, b""), next(lines, None) is None
-    if first.startswith(b"["):
-        return is_single or not first.endswith(b"]")
-    return file.suffix == ".json" and (is_single or not first.endswith(b"}"))
-
-
-def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in input_files.read_lines(file, _ADVICE):
-        if line.strip(b"\xef\xbb\xbf \t\r\n"):
-            try:
-                yield f"{file} line {number}", input_files.parse_json(input_files.decode(line))
-            except ValueError as error:
-                yield f"{file} line {number}", error
-
-
-def _read_list(file: Path) -> Iterator[tuple[str, Any]]:
-    parsed = input_files.read_json(file, _ADVICE, max_size=input_files.MAX_JSON)
-    if not isinstance(parsed, list):
-        raise TaskError(f"{file}: must be a list of objects, one per example")
-    for number, item in enumerate(parsed, 1):
-        yield f"{file} item {number}", item
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow  # only here: half a second of import that most runs do not need
-    import pyarrow.parquet
-
-    input_files.check_regular(file, _ADVICE)
-    try:
-        table = pyarrow.parquet.read_table(file)
-    except pyarrow.ArrowInvalid as error:
-        raise TaskError(f"{file}: is not a Parquet file: {error}") from None
-    for number, item in enumerate(table.to_pylist(), 1):
-        yield f"{file} row {number}", item
 
 
 def _load_hub(source: Source, split: str) -> Any:

@@ -6,13 +6,16 @@ A pipe would block, a link to /dev/zero would never end, and a sparse file would
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
 import itertools
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from ekiben_tasks.task.errors import TaskError
 
@@ -20,6 +23,7 @@ MAX_SMALL = 16 << 20  # bytes of a record or a configuration
 MAX_JSON = 4 << 30  # bytes of a JSON file of data, which is parsed as a whole
 MAX_LINE = 256 << 20  # bytes of one line of a JSONL file, which may be of any size
 MAX_MODEL_JSON = 1 << 30  # bytes of a JSON file of a model, which its libraries parse as a whole
+COMPRESSED = (".gz", ".zst")  # texts that are decompressed while they are read
 MAX_DEPTH = 100  # of values inside each other
 MAX_DIGITS = 300  # of an integer: it still fits a float
 _END = object()
@@ -33,7 +37,7 @@ def read_text(file: Path, advice: str, *, max_size: int = MAX_SMALL, pipe: bool 
     Raises:
         TaskError: it is missing, no regular file, too large, or not UTF-8.
     """
-    with _name_problem(file, advice), _open(file, max_size, pipe=pipe) as stream:
+    with _name_problem(file, advice), _open(file, max_size, pipe=pipe) as raw, _decompress(file, raw) as stream:
         return decode(_read_all(stream, max_size))
 
 
@@ -65,7 +69,7 @@ def read_lines(file: Path, advice: str) -> Iterator[tuple[int, bytes]]:
     Raises:
         TaskError: it is missing, no regular file, or has a line above MAX_LINE.
     """
-    with _name_problem(file, advice), _open(file) as stream:
+    with _name_problem(file, advice), _open(file) as raw, _decompress(file, raw) as stream:
         for number in itertools.count(1):
             line = stream.readline(MAX_LINE + 1)
             if len(line) > MAX_LINE:
@@ -175,6 +179,23 @@ def _open(file: Path, max_size: int | None = None, *, pipe: bool = False) -> Bin
     except BaseException:
         os.close(handle)
         raise
+
+
+@contextlib.contextmanager
+def _decompress(file: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
+    """Yield the content of ``stream``, decompressed if the name of ``file`` says so. Raises ValueError if it is cut."""
+    if file.suffix not in COMPRESSED:
+        yield stream
+        return
+    try:
+        if file.suffix == ".gz":
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+        else:
+            import pyarrow  # only here: half a second of import that most runs do not need
+
+            yield cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd")))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"is no complete {file.suffix} file: {error}") from None
 
 
 def _read_all(stream: BinaryIO, max_size: int) -> bytes:

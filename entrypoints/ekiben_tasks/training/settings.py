@@ -52,8 +52,8 @@ class Settings:
     bits: Literal[16, 8, 4] = option(16, "of the frozen weights under an adapter; 8 and 4 by bitsandbytes, on a GPU")
     data: object = option(
         SAMPLE,
-        "hub data sets, folders, .json, .jsonl or .parquet files; or groups {source, validation_split, split,"
-        " eval_split}",
+        "hub data sets, folders, or files (JSON, JSON lines, CSV, TSV, Parquet, Arrow); or groups {source,"
+        " validation_split, split, eval_split}",
     )
     validation_split: float = option(
         0.02, "share of the examples kept for evaluation, where a source does not say", old="test_share"
