@@ -48,7 +48,8 @@ class DatasetFormat:
 
     kind: Literal["instruction", "template", "chat"] = option(
         "instruction",
-        "instruction, input and output under Alpaca's headings; template: as below; chat: conversations",
+        "instruction, input and output under Alpaca's headings, or prompt and completion without; template: as below;"
+        " chat: conversations",
     )
     prompt: str = option(
         "", "template: the prompt, with columns in braces; {answer[text]} reaches inside one, {{ is a brace"
@@ -71,7 +72,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
-    """Hold an example of kind ``template``, its columns filled in."""
+    """Hold an example of kind ``template``, its columns filled in, or of columns ``prompt`` and ``completion``."""
 
     prompt: str
     completion: str
@@ -175,7 +176,9 @@ def column_names(form: DatasetFormat, *, asked: bool = False) -> list[str]:
     return list(dict.fromkeys(path.partition("[")[0] for path in paths))
 
 
-def _instruction(item: Mapping[str, Any], asked: bool) -> Instruction | str:
+def _instruction(item: Mapping[str, Any], asked: bool) -> Instruction | PromptCompletion | str:
+    if isinstance(item.get("prompt"), list):
+        return "prompt is a list of messages; take --set form.kind=chat"
     values = {}
     for column, names in _COLUMNS.items():
         present = [name for name in names if item.get(name) is not None]
@@ -188,7 +191,16 @@ def _instruction(item: Mapping[str, Any], asked: bool) -> Instruction | str:
             hint = "" if present or any(name in item for name in names) else nearest(column, map(str, item))
             return f"{column} is {'empty' if present else 'missing'}.{hint}".removesuffix(".")
         values[column] = value
+    if _is_prompt_completion(item, asked) and not values["input"].strip():
+        return PromptCompletion(values["instruction"], values["output"])
     return Instruction(values["instruction"], values["output"], values["input"] if values["input"].strip() else "")
+
+
+def _is_prompt_completion(item: Mapping[str, Any], asked: bool) -> bool:
+    """Return whether an item has TRL's columns prompt and completion, which are one text, without headings."""
+    has_completion = item.get("completion") is not None or asked
+    instructions = ("instruction", "output", "response", "answer")
+    return item.get("prompt") is not None and has_completion and all(item.get(name) is None for name in instructions)
 
 
 # ------------------------------------------------------------------------------------------------------------ templates

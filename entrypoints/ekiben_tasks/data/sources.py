@@ -18,6 +18,7 @@ from ekiben_tasks.data.schema import (
     INSTRUCTION,
     Conversation,
     DatasetFormat,
+    PromptCompletion,
     RawExample,
     check_format,
     list_unused,
@@ -115,6 +116,9 @@ def read_all(
             train, test = split(train, source.validation_split, seed)
         examples.train += train
         examples.test += test
+    plain = sum(isinstance(each, PromptCompletion) for each in (*examples.train, *examples.test))
+    if plain and form.kind == "instruction":
+        examples.notes.append(f"{plain:,} examples of prompt and completion are trained as one text, without headings")
     if examples.unused:
         columns = ", ".join(f"{name} ({count:,})" for name, count in examples.unused.most_common())
         examples.notes.append(f"nothing uses the columns {columns}")

@@ -134,6 +134,22 @@ def test_the_tokens_of_a_template(tokenizer: Any) -> None:
     assert asked == example.ids[: example.targets[0][0]].tolist()
 
 
+def test_prompt_and_completion_are_one_text(tokenizer: Any) -> None:
+    """As TRL trains them: their tokens together and the end, the completion's as targets."""
+    item = {"prompt": "Hello, how", "completion": " are you?"}
+    parsed = parse_example(item, DatasetFormat())
+    assert parsed == PromptCompletion("Hello, how", " are you?")
+    (example,) = encode_examples(tokenizer, [parsed])
+    assert example.ids.tolist() == [*tokenizer("Hello, how are you?")["input_ids"], tokenizer.eos_token_id]
+    assert example.targets == ((len(tokenizer("Hello, how")["input_ids"]), len(example.ids)),)
+    assert parse_example({"prompt": "q"}, DatasetFormat(), asked=True) == PromptCompletion("q", "")
+    assert parse_example({"prompt": "q", "answer": "a"}, DatasetFormat(), asked=True) == Instruction("q", "")
+    assert parse_example({**item, "context": "c"}, DatasetFormat()) == Instruction("Hello, how", " are you?", "c")
+    assert parse_example({"prompt": [], "completion": []}, DatasetFormat()) == (
+        "prompt is a list of messages; take --set form.kind=chat"
+    )
+
+
 # -------------------------------------------------------------------------------------------------------- dialogues
 
 

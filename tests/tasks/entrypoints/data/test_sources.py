@@ -59,7 +59,9 @@ def test_known_dataset_names(tmp_path: Path) -> None:
     assert read(file).train == [Instruction("q", "r", "c")]
 
 
-@pytest.mark.parametrize(("asked", "answered"), [("prompt", "completion"), ("question", "answer")])
+@pytest.mark.parametrize(
+    ("asked", "answered"), [("prompt", "response"), ("question", "answer"), ("question", "completion")]
+)
 def test_known_dataset_columns(tmp_path: Path, asked: str, answered: str) -> None:
     assert read(write(tmp_path / "a.jsonl", [{asked: "q", answered: "a"}])).train == [Instruction("q", "a")]
 
