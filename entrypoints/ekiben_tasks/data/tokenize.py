@@ -68,6 +68,18 @@ class Example:
         return sum(max(end - max(start, 1), 0) for start, end in self.targets)
 
 
+def split_example(example: Example, limit: int) -> list[Example]:
+    """Return ``example`` in chunks of at most ``limit`` tokens, without those that have no target."""
+    chunks = []
+    for first in range(0, len(example.ids), limit):
+        last = min(first + limit, len(example.ids))
+        inside = ((max(start, first) - first, min(end, last) - first) for start, end in example.targets)
+        chunk = Example(example.ids[first:last], tuple((start, end) for start, end in inside if start < end))
+        if chunk.num_target_tokens:
+            chunks.append(chunk)
+    return chunks
+
+
 @dataclass(frozen=True, slots=True)
 class _Rendered:
     """An example as text. responses: [start, end) of what the model has to write, in characters.

@@ -19,7 +19,7 @@ from ekiben_tasks.task.errors import TaskError
 
 KEEP = 2
 # Checkpoints of earlier releases, which are still continued, have other names, and not all settings.
-_NEW_SETTINGS = {"packing": "false"}
+_NEW_SETTINGS = {"packing": "false", "long_examples": "drop"}
 _FORMER_NAMES = {"last_test_loss": "last_eval_loss", "test_share": "validation_split"}
 
 

@@ -17,7 +17,7 @@ from ekiben_tasks.data.sources import (
     locate_examples,
     read_all,
 )
-from ekiben_tasks.data.tokenize import Example, encode_examples
+from ekiben_tasks.data.tokenize import Example, encode_examples, split_example
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.settings import Settings
 
@@ -80,8 +80,17 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
     last_only: list[RawExample] = []
     for examples in (rows.train, rows.test):
         encoded = _encode(settings, sources, tokenizer, examples, rows if skip_bad else None, last_only)
-        kept.append([example for example in encoded if len(example.ids) <= limit])
-        too_long += len(encoded) - len(kept[-1])
+        fitting = [example for example in encoded if len(example.ids) <= limit]
+        too_long += len(encoded) - len(fitting)
+        if settings.long_examples != "drop":
+            fitting = [chunk for example in encoded for chunk in _shorten(example, limit, settings.long_examples)]
+        kept.append(fitting)
+    if too_long and settings.long_examples != "drop":
+        done = {"cut": "cut at the end", "chunk": "split into several"}[settings.long_examples]
+        rows.notes.append(
+            f"{too_long:,} examples longer than {limit:,} tokens are {done}; what has no target is left out"
+        )
+        too_long = 0
     if last_only:
         rows.notes.append(
             f"{len(last_only):,} conversations train their last message alone: the chat template changes earlier ones"
@@ -89,6 +98,20 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
     if not kept[0]:
         raise TaskError(f"setting max_length: none of the {len(rows.train)} rows fits {limit} tokens{reason}")
     return Prepared(kept[0], kept[1], rows, too_long, limit, reason)
+
+
+def _shorten(example: Example, limit: int, way: str) -> list[Example]:
+    """Return ``example`` cut or split into chunks, without those that have no target, if it is above ``limit`` tokens.
+
+    A chunk begins without what was before it. way: cut or chunk.
+    """
+    if len(example.ids) <= limit:
+        return [example]
+    if way == "chunk":
+        return split_example(example, limit)
+    targets = tuple((start, min(end, limit)) for start, end in example.targets if start < limit)
+    shorter = Example(example.ids[:limit], targets)
+    return [shorter] if shorter.num_target_tokens else []
 
 
 def check_tokens(data: Prepared, settings: Settings, sources: list[Source], tokenizer: Any, embeddings: int) -> None:

@@ -60,7 +60,10 @@ class Settings:
     )
     form: DatasetFormat = dataclasses.field(default_factory=DatasetFormat)
     mask_prompt: bool = option(True, "compute the loss of responses only; false: of prompts, too")
-    max_length: int = option(2048, "rows of more tokens are left out, and counted")
+    max_length: int = option(2048, "tokens of the longest row")
+    long_examples: Literal["drop", "cut", "chunk"] = option(
+        "drop", "rows of more tokens are left out, cut at the end, or split into several; the plan counts them"
+    )
     packing: bool = option(
         False,
         "rows fill sequences of max_length tokens, which batch_size and micro_batch then count; none attends to"

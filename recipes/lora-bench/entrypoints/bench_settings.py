@@ -34,6 +34,7 @@ _FIXED = {
     "form": (DatasetFormat(), "preprocess has made tokens of the rows already"),
     "mask_prompt": (True, "preprocess has made targets of the responses alone"),
     "validation_split": (Training().validation_split, "preprocess splits the rows; set its validation_split"),
+    "long_examples": (Training().long_examples, "preprocess cuts them at its max_length"),
     "save_minutes": (Training().save_minutes, "a run that is interrupted starts again, so none saves by the clock"),
 }
 

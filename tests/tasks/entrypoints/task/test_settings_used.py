@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
     "micro_batch": 3,
     "last_layer": ("ln_f",),
     "schedule": "cosine",
+    "long_examples": "cut",
     "gradient_checkpointing": True,
     "compile": True,
     "attention": "math",
@@ -190,7 +191,7 @@ def test_benchmark_passes_each_setting_on_or_refuses_it(
     monkeypatch.setattr(bench_runs.dolly, "read_record", lambda folder: {"model": train.model, "data": str(folder)})
     train = Settings(**{"data": "processed", name: value})
     settings = bench_settings.Settings(target_loss=None, train=train)
-    if name in ("form", "mask_prompt", "validation_split", "save_minutes"):
+    if name in ("form", "mask_prompt", "validation_split", "long_examples", "save_minutes"):
         with pytest.raises(SettingError, match=rf"setting train\.{name}: "):
             bench_runs.run_once(settings, 1, tmp_path, config=None, dry=bench_runs.DryRun())
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ for package in ("torch", "transformers", "peft", "tokenizers"):
 ROOT = Path(__file__).resolve().parents[4]
 sys.path.insert(0, str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"))
 
+import numpy as np
 import peft
 import safetensors.torch
 
@@ -61,6 +63,27 @@ def test_conversation_that_a_template_refuses_is_named_and_can_be_skipped(base: 
         prepare(settings, skip_bad=False)
     data = prepare(settings, skip_bad=True)[0]
     assert (len(data.train), data.too_long) == (2, 0)
+
+
+def test_long_examples_are_dropped_cut_or_split(base: Path, tmp_path: Path) -> None:
+    items = [{"prompt": "abc", "completion": "de"}, {"prompt": "q" * 9, "completion": "xyz " * 9}]
+    file = write(tmp_path / "a.jsonl", [*items, {"prompt": "q " * 50, "completion": "a"}])
+    settings = small(base, data=[file], validation_split=0.0)
+    full = prepare(settings, skip_bad=False)[0].train
+    limit = len(full[1].ids) - 5
+    shortened = {}
+    for way in ("drop", "cut", "chunk"):
+        changed = replace(settings, max_length=limit, long_examples=way)
+        shortened[way] = prepare(changed, skip_bad=False)[0]
+    assert [each.ids.tolist() for each in shortened["drop"].train] == [full[0].ids.tolist()]
+    assert (shortened["drop"].too_long, shortened["cut"].too_long) == (2, 0)
+    assert [each.ids.tolist() for each in shortened["cut"].train] == [each.ids[:limit].tolist() for each in full[:2]]
+    assert shortened["cut"].train[1].targets == ((full[1].targets[0][0], limit),)
+    chunks = shortened["chunk"].train[1:3]
+    assert np.concatenate([each.ids for each in chunks]).tolist() == full[1].ids.tolist()
+    assert chunks[1].targets == ((0, 5),)
+    with pytest.raises(TaskError, match="none of the 3 rows fits 1 tokens"):
+        prepare(replace(settings, max_length=1, long_examples="cut"), skip_bad=False)
 
 
 def test_token_without_an_embedding_is_named(base: Path, tmp_path: Path) -> None:
