@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +29,9 @@ from ekiben.formats.tar import tar_stream
 from ekiben.project.dockerfile import Conversion, convert
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
-from workspaces import Cli, Workspace, need
+from workspaces import ROOT, Cli, Workspace, need
 
-pytestmark = pytest.mark.covers("ekiben/project/dockerfile", "ekiben/cli/commands/init.py")
+pytestmark = pytest.mark.covers("docs/tutorials", "ekiben/project/dockerfile", "ekiben/cli/commands/init.py")
 
 REGISTRY = "127.0.0.1:5000"
 DOCKER = "/usr/bin/docker"  # of 20.10, which needs no plug-in for BuildKit
@@ -258,3 +259,27 @@ def test_start_is_as_docker_starts(case: Case, built: Built) -> None:
         argv = ["apptainer", "-q", "run", "--cleanenv", "--no-home", str(built.sifs[case.name]), *arguments]
         actual = subprocess.run(argv, capture_output=True, text=True, check=False, cwd="/")
         assert actual.stdout.strip() == expected, actual.stderr
+
+
+def test_commands_of_the_tutorial_run(base: str, workspace: Workspace, cli: Cli) -> None:
+    files, numbered = (ROOT / "docs/tutorials/dockerfile.md").read_text(encoding="utf-8").split("\n1. ")
+    dockerfile, script = (textwrap.dedent(block) for block in re.findall(r"(?:^ {4}.*\n)+", files, re.MULTILINE))
+    folder = workspace.folder("tutorial")
+    (folder / "greeter").mkdir()
+    name = base.partition("@")[0] + ":1"
+    (folder / "greeter/Dockerfile").write_text(dockerfile.replace("registry.example.org/lab/base:1", name))
+    (folder / "greeter/greet.sh").write_text(script)
+    shown: list[tuple[str, list[str]]] = []
+    for line in re.findall(r"^ {8}(.+)$", numbered, re.MULTILINE):
+        if line.startswith(("ekiben ", "apptainer ")):
+            shown.append((line, []))
+        else:
+            shown[-1][1].append(line)
+    assert [line.split()[1] for line, _ in shown] == ["init", "lock", "build", "run", "run"]
+    for line, expected in shown:
+        program, *arguments = line.split()
+        if program == "apptainer":
+            output = subprocess.check_output([program, "-q", *arguments], cwd=folder, text=True)
+        else:
+            output = cli.run(*arguments, cwd=folder, env={"EKIBEN_STORE": str(folder / "store")}).stdout
+        assert set(expected) <= set(output.splitlines()), line

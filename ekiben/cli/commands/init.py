@@ -53,7 +53,7 @@ def command(folder: Path, source: str, arguments: tuple[str, ...], target: str, 
     if (dockerfile := _dockerfile(source)) is not None:
         request = Conversion(dockerfile=dockerfile, stack=stack, arguments=bind_arguments(arguments), target=target)
         written, notes = convert(folder, request)
-        steps = [f"plan {name}", f"build {name}", f"run {name}"]
+        steps = [f"lock {name}", f"build {name}", f"run {name}"]
     else:
         refuse_ignored(f"is for a Dockerfile, and --from {source} is a layer", "arguments", "target")
         written, notes = create_recipe(folder, layer=source, stack=stack), []

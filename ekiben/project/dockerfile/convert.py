@@ -117,6 +117,7 @@ def _readme(name: str, evaluation: Evaluation, layers: list[str]) -> str:
         "",
         f"From `{evaluation.dockerfile.path.name}`, which is not read again: edit the files here.",
         "",
+        f"    ekiben lock {name}                          # which image each tag of a base names",
         f"    ekiben plan {name}                          # what would be built, and why",
         f"    ekiben build {name}                         # the image: {name}.sif",
         f"    ekiben run {name}                           # what CMD and ENTRYPOINT start",

@@ -320,7 +320,7 @@ def test_command_line(tmp_path: Path, run_cli: RunCli) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM {BASE}\nARG A=1\nRUN echo $A\nEXPOSE 1\n")
     done = run_cli("init", tmp_path / "mine", "--from", tmp_path, "--build-arg", "A=7")
     assert f"{tmp_path}/mine/images/mine-1.def" in done.stdout
-    assert "Dockerfile:4: EXPOSE: not used" in done.stderr and "plan" in done.stderr
+    assert "Dockerfile:4: EXPOSE: not used" in done.stderr and f"lock {tmp_path}/mine" in done.stderr
     assert "export A=7" in (tmp_path / "mine/images/mine-1.def").read_text()
     assert "is for a Dockerfile" in run_cli("init", tmp_path / "new", "--target", "x", code=2).stderr
     assert "no Dockerfile" in run_cli("init", tmp_path / "new", "--from", tmp_path / "mine", code=2).stderr
