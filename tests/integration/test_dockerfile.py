@@ -283,3 +283,24 @@ def test_commands_of_the_tutorial_run(base: str, workspace: Workspace, cli: Cli)
         else:
             output = cli.run(*arguments, cwd=folder, env={"EKIBEN_STORE": str(folder / "store")}).stdout
         assert set(expected) <= set(output.splitlines()), line
+
+
+def test_build_without_a_recipe_has_the_same_layers(base: str, workspace: Workspace, cli: Cli) -> None:
+    folder = workspace.folder("kept")
+    (folder / "kept").mkdir()
+    (folder / "kept/a.txt").write_text("a\n")
+    text = "ARG V=0\nFROM BASE\nARG V\nCOPY a.txt /a\nRUN echo $V >/o\n"
+    (folder / "kept/Dockerfile").write_text(text.replace("BASE", base.partition("@")[0] + ":1"))
+    options = ("--format", "sif", "--no-verify", "--json")
+    here = cli.image(folder / "store", "kept/Dockerfile", *options, "--build-arg", "V=1", cwd=folder)
+    assert (folder / "kept.sif").is_file() and here["name"] == "kept"
+    cli.run("init", "other/kept", "--from", "kept/Dockerfile", "--build-arg", "V=1", cwd=folder)
+    cli.run("lock", "other/kept", cwd=folder)
+    shutil.copy(folder / "other/kept/bases.lock", folder / "kept")
+    converted = cli.image(folder / "store", "other/kept", *options, cwd=folder)
+    assert converted["built"] == [] and converted["image"] == here["image"]
+    offline = cli.image(folder / "store", "./kept", *options, "--offline", "--build-arg", "V=1", cwd=folder)
+    assert offline["image"] == here["image"]  # by the bases.lock beside the Dockerfile
+    (folder / "kept/bases.lock").unlink()
+    done = cli.run("build", "kept/Dockerfile", "--offline", cwd=folder, code=2)
+    assert "a tag can move" in done.stderr

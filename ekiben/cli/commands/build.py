@@ -9,6 +9,7 @@ Examples:
   ekiben build hello --format sif -o /tmp/hello.sif
   ekiben build ../my-recipes/chatbot --engine apptainer
   ekiben build mine --gpu-arch 9.0
+  ekiben build ./Dockerfile --build-arg VERSION=2        an image named after its folder
   ekiben build hello --offline --bundle hello.bundle     where there is no network
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from ekiben.cli.options import (
 )
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
+from ekiben.core.environment import host_arch
 from ekiben.core.errors import UsageError
 from ekiben.core.files import format_size
 from ekiben.core.progress import Progress
@@ -168,13 +170,48 @@ def command(
         bundle=bundle,
     )
     # A mistake in the last recipe is reported before the first one is built.
-    all_resolved = [recipe_options.resolve(recipe) for recipe in recipes]
-    results = [build_recipe(context, recipe_options, resolved, request) for resolved in all_resolved]
+    with contextlib.ExitStack() as folders:
+        all_resolved = [
+            folders.enter_context(_resolved(context, recipe, recipe_options, offline=request.offline))
+            for recipe in recipes
+        ]
+        results = [
+            _without_folder(recipe, build_recipe(context, recipe_options, resolved, request))
+            for recipe, resolved in zip(recipes, all_resolved, strict=True)
+        ]
     if context.json and len(results) > 1:
         click.echo(json.dumps([result.to_json() for result in results], indent=1))
         return
     for result in results:
         context.print(result)
+
+
+@contextlib.contextmanager
+def _resolved(
+    context: Context, recipe: str, recipe_options: RecipeOptions, *, offline: bool
+) -> Iterator[ResolvedRecipe]:
+    """Resolve a recipe, or a Dockerfile, which is converted for the time of the build."""
+    from ekiben.project.dockerfile import Conversion, dockerfile_of, temporary_recipe
+
+    if (dockerfile := dockerfile_of(recipe)) is None:
+        yield recipe_options.resolve(recipe)
+        return
+    options = replace(recipe_options, arguments={})  # the conversion takes them
+    conversion = Conversion(
+        dockerfile=dockerfile, arguments=recipe_options.arguments, arch=recipe_options.arch or host_arch()
+    )
+    with temporary_recipe(conversion, context.progress.log, offline=offline) as folder:
+        yield options.resolve(str(folder))
+
+
+def _without_folder(recipe: str, result: ImageResult) -> ImageResult:
+    """Return a result that names the image where a Dockerfile was built, whose recipe is gone afterwards."""
+    from ekiben.project.dockerfile import dockerfile_of
+
+    if dockerfile_of(recipe) is None:
+        return result
+    files = [item.ref for item in result.artifacts if exporters.load(item.kind).SUFFIX is not None]
+    return replace(result, recipe=files[0] if files else result.image.name)
 
 
 def check_output(recipes: Sequence[str], formats: Sequence[str]) -> None:

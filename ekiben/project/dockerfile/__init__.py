@@ -8,8 +8,10 @@ context      files that COPY and ADD name
 evaluate     the instructions, one after the other
 definitions  definition files of the stages
 convert      the recipe's folder
+temporary    the same for the time of a build
 """
 
 from ekiben.project.dockerfile.convert import Conversion, convert, find_dockerfile
+from ekiben.project.dockerfile.temporary import dockerfile_of, temporary_recipe
 
-__all__ = ["Conversion", "convert", "find_dockerfile"]
+__all__ = ["Conversion", "convert", "dockerfile_of", "find_dockerfile", "temporary_recipe"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.errors import DefinitionError, UsageError
-from ekiben.project.dockerfile import Conversion, convert, find_dockerfile
+from ekiben.project.dockerfile import Conversion, convert, dockerfile_of, find_dockerfile
 from ekiben.project.dockerfile.base_config import BaseConfig, parse_config
 from ekiben.project.dockerfile.expansion import expand_word, split_line
 from ekiben.project.dockerfile.ignore import match_regex, read_ignore
@@ -326,3 +326,18 @@ def test_command_line(tmp_path: Path, run_cli: RunCli) -> None:
     assert "no Dockerfile" in run_cli("init", tmp_path / "new", "--from", tmp_path / "mine", code=2).stderr
     with pytest.raises(UsageError, match="not empty"):
         convert(tmp_path / "mine", Conversion(dockerfile=tmp_path / "Dockerfile"))
+
+
+def test_paths_of_dockerfiles_and_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one/Dockerfile", "both/Dockerfile", "both/recipe.yaml", "none/a", "x.dockerfile"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    named = {
+        name: dockerfile_of(name) for name in ("./one", "one", "one/Dockerfile", "./both", "./none", "x.dockerfile")
+    }
+    assert {name: str(path) for name, path in named.items() if path} == {
+        "./one": "one/Dockerfile",
+        "one/Dockerfile": "one/Dockerfile",
+        "x.dockerfile": "x.dockerfile",
+    }
