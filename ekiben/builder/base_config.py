@@ -6,16 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import LayerError
 from ekiben.formats.base_config import BASE, BaseConfig
-from ekiben.formats.changeset import Lower, file_entries
-from ekiben.formats.layer import File, write_entries
-from ekiben.formats.squashfs.reader import SquashfsReader
-from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.layer import File
 from ekiben.store import Store, StoredLayer
+
+if TYPE_CHECKING:
+    from ekiben.formats.squashfs.reader import SquashfsReader
 
 LABELS = "/.singularity.d/labels.json"
 LABELS_FILE = "labels"  # in the folder that a job has of the host
@@ -25,6 +25,11 @@ _RESERVED = ("org.ekiben.", "org.opencontainers.image.title", "org.opencontainer
 
 def config_layer(config: BaseConfig, below: Sequence[SquashfsReader], out: BinaryIO, epoch: int) -> SquashfsReader:
     """Write the files of a base's configuration to ``out`` as a squashfs, to be merged with ``below``; return it."""
+    from ekiben.formats.changeset import Lower, file_entries  # late: most invocations build nothing
+    from ekiben.formats.layer import write_entries
+    from ekiben.formats.squashfs.reader import SquashfsReader
+    from ekiben.formats.squashfs.writer import SquashfsWriter
+
     files = [File(name, mode, content=content) for name, (mode, content) in config.files().items()]
     write_entries(file_entries(files, Lower(below[::-1]), epoch=epoch), SquashfsWriter(out, epoch=epoch))
     return SquashfsReader(out)

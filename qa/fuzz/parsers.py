@@ -23,6 +23,7 @@ import zstandard
 from ekiben import api
 from ekiben.artifacts import pulled
 from ekiben.artifacts.pull import pull
+from ekiben.builder.base_config import read_labels
 from ekiben.builder.bases import docker
 from ekiben.bundle.read import import_compiled, open_bundle
 from ekiben.core.environment import platform
@@ -31,6 +32,7 @@ from ekiben.core.files import digest_of
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.settings import read_settings
 from ekiben.doctor.image_requirements import requirements_of_layers, requirements_of_sif
+from ekiben.formats.base_config import BASE, BaseConfig
 from ekiben.formats.changeset import Lower, normalize
 from ekiben.formats.evaluated import EVALUATED, Evaluated, read_environment
 from ekiben.formats.layer import LayerEntry
@@ -46,6 +48,9 @@ from ekiben.inspect.sbom import sbom_of
 from ekiben.packages.outdated import find_advisories
 from ekiben.packages.requirements import read_requirements
 from ekiben.packages.sources import build_requirements
+from ekiben.project.dockerfile.base_config import parse_config
+from ekiben.project.dockerfile.ignore import read_ignore
+from ekiben.project.dockerfile.reader import read_dockerfile
 from ekiben.publish.catalog.runs import runs_of
 from ekiben.publish.catalog.write import make_catalog
 from ekiben.publish.prune import prune as prune_published
@@ -271,6 +276,42 @@ def evaluated(_world: World) -> Case:
         return None
 
     return Case([plain, files[f"/{EVALUATED}"][1]], read)
+
+
+def base_config(world: World) -> Case:
+    """What a base's layer, which may be somebody else's, says that a container of it starts with."""
+    config = BaseConfig(environment={"A": "1"}, user="1000", workdir="/w", entrypoint=("/x",), cmd=("y",))
+    of_registry = {"config": {"Env": ["A=1", "B"], "User": "", "Entrypoint": None, "Cmd": ["sh"], "Labels": {"a": "b"}}}
+    labels = b"name value\n# remark\nalone\n"
+    folder = world.path("case/labels-of/labels").parent
+
+    def read(data: bytes) -> object:
+        for parse in (BaseConfig.parse, parse_config):
+            with suppress(ValueError):
+                parse(data)
+        world.put(folder / "labels", data)
+        return read_labels(folder)
+
+    return Case([config.files()[f"/{BASE}"][1], json.dumps(of_registry).encode(), labels], read)
+
+
+def dockerfile(world: World) -> Case:
+    path = world.path("case/context/Dockerfile")
+    text = (
+        b"# syntax=docker/dockerfile:1\nARG V=1\nFROM debian:12@sha256:" + b"a" * 64 + b" AS one\n"
+        b'ENV A=1 B=${V:-x}\nRUN ["sh", "-c", "true"]\nRUN <<E\ntrue\nE\nCOPY --from=one /x /y\n'
+        b'CMD ["a"]\n'
+    )
+    ignored = b"# remark\n*.pyc\n!keep/**\nsrc/[a-z]\n"
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        world.put(path.with_name(".dockerignore"), data)
+        with suppress(EkibenError):
+            read_ignore(path)
+        return read_dockerfile(path)
+
+    return Case([text, ignored], read, str(path))
 
 
 def site(world: World) -> Case:
@@ -998,6 +1039,8 @@ CASES: dict[str, Make] = {
         sources,
         source_archive,
         bases_lock,
+        base_config,
+        dockerfile,
         evaluated,
         advisories,
         advisory,
@@ -1050,7 +1093,8 @@ _READERS = {
         """
         builder/layer.py:_files_tar bundle/write.py:_write cli/commands/sbom.py:command
         executors/_containers_storage.py:unavailable executors/podman.py:load packages/outdated.py:find_newer
-        packages/sources.py:choose_archive
+        builder/base_config.py:_with_labels packages/host_config.py:write_host_files packages/sources.py:choose_archive
+        project/dockerfile/temporary.py:temporary_recipe
     """
     ),
     "bundle_index": "bundle/_index.py:parse",
@@ -1085,6 +1129,13 @@ _READERS = {
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
     "sources": "spec/sources.py:read_sources",
+    "base_config": (
+        """
+        builder/base_config.py:read_labels formats/base_config.py:parse
+        project/dockerfile/base_config.py:parse_config
+    """
+    ),
+    "dockerfile": "project/dockerfile/ignore.py:read_ignore project/dockerfile/reader.py:json_list,read_dockerfile",
     "bases_lock": "spec/bases_lock.py:read_bases_lock",
     "evaluated": "builder/environment.py:_read formats/evaluated.py:parse",
     "source_archive": "packages/sources.py:_read_project,build_requirements",

@@ -53,7 +53,9 @@ def header_problems(header: Mapping[str, str]) -> list[str]:
     )
     mirror = header.get("mirrorurl", "")
     if mirror and not mirror.startswith("deb ") and not _MIRROR.fullmatch(mirror):
-        problems.append(f"MirrorURL: {mirror!r:.100} is not the URI of an archive, as http://deb.debian.org/debian is")
+        problems.append(
+            f"MirrorURL: {mirror!r:.100} is not the URI of an archive, as http://mirror.example.org/debian is"
+        )
     wrong = [name for name in _package_names(header.get("include", "")) if not _PACKAGE.fullmatch(name)]
     return problems + [f"Include: {name!r:.100} is not the name of a package" for name in wrong]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from ekiben.cli.options import Command, NameType, PathType, bind_arguments, refuse_ignored
+from ekiben.cli.options import Command, NameType, PathType, TextType, bind_arguments, refuse_ignored
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
 from ekiben.core.paths import PROJECT_ROOT
@@ -43,15 +43,17 @@ from ekiben.project.dockerfile import Conversion, convert, find_dockerfile
     metavar="NAME=VALUE",
     help="Set an ARG of the Dockerfile; may repeat.",
 )
-@click.option("--target", default="", metavar="STAGE", help="The stage of the Dockerfile that becomes the image.")
+@click.option("--target", type=TextType(), metavar="STAGE", help="The stage of the Dockerfile that becomes the image.")
 @click.option(
     "--stack", default="cu130", show_default=True, type=NameType(), metavar="STACK", help="The stack of versions."
 )
-def command(folder: Path, source: str, arguments: tuple[str, ...], target: str, stack: str) -> None:
+def command(folder: Path, source: str, arguments: tuple[str, ...], target: str | None, stack: str) -> None:
     """Write the files, and print what to do next."""
     name = shlex.quote(str(folder))
     if (dockerfile := _dockerfile(source)) is not None:
-        request = Conversion(dockerfile=dockerfile, stack=stack, arguments=bind_arguments(arguments), target=target)
+        request = Conversion(
+            dockerfile=dockerfile, stack=stack, arguments=bind_arguments(arguments), target=target or ""
+        )
         written, notes = convert(folder, request)
         steps = [f"lock {name}", f"build {name}", f"run {name}"]
     else:

@@ -224,7 +224,7 @@ class _Reader:
             return None
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None  # [ is a command, too
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self.problem(number, f"{name} takes a JSON list of strings, found: {text}")

@@ -337,7 +337,8 @@ def test_invalid_config_is_refused(config: bytes) -> None:
 
 
 def test_empty_config_is_accepted() -> None:
-    assert ImageConfig.parse(b'{"config": {"Env": null, "Labels": null}}') == ImageConfig("", (), {}, {})
+    empty = {"Env": None, "Labels": None}
+    assert ImageConfig.parse(json.dumps({"config": empty}).encode()) == ImageConfig("", (), {}, {}, config=empty)
 
 
 def test_a_pipe_among_the_certificates_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -531,7 +531,7 @@ class TestRefused:
             ),
             (
                 "Bootstrap: debootstrap\nOSVersion: bookworm\nMirrorURL: http://a b\n",
-                "x.def:1: MirrorURL: 'http://a b' is not the URI of an archive, as http://deb.debian.org/debian is",
+                "x.def:1: MirrorURL: 'http://a b' is not the URI of an archive, as http://mirror.example.org/debian is",
             ),
             (
                 "Bootstrap: debootstrap\nOSVersion: bookworm\nInclude: curl,--simulate\n",
