@@ -34,6 +34,12 @@ TREE: Mapping[str, Content] = {
 }
 
 ENVIRONMENT = [
+    Case("env-of-base", "FROM BASE\nRUN echo $FROM_BASE >/o\nENV FROM_BASE=x$FROM_BASE\nRUN echo $FROM_BASE >/p"),
+    Case(
+        "env-letters",
+        "FROM BASE\nENV A='$x' B='`c`' C=~/d:~ D=\\\\ E=\"it's\" F='\"q\"' G='a;b #c' H='(*)'\n"
+        'RUN printf "%s." "$A" "$B" "$C" "$D" "$E" "$F" "$G" "$H" >/o\nENV I=$A\nENV J=${E}',
+    ),
     Case(
         "env-forms",
         'FROM BASE\nENV A=1 B="two words" C=\'A  b\' D=a\\ b\nENV E some  text "q"\nRUN echo $A $B $C $D >/o',

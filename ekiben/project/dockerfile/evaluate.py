@@ -22,7 +22,6 @@ _STAGE_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Arguments that BuildKit sets for each stage that declares them.
 _PREDEFINED = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
-_UNWRITABLE = re.compile(r"[$`\n]|(?:^|:)~")  # in the lines of %environment, which are no script
 NOT_USED = {
     "EXPOSE": "a runtime shares the host's network, or gets the ports when it starts",
     "VOLUME": "what a folder holds stays in the image; show another one with --bind where it runs",
@@ -184,8 +183,6 @@ def _env(evaluation: Evaluation, instruction: Instruction) -> None:
     for name in pairs:
         if not _NAME.fullmatch(name):
             raise ValueError(f"'{name}' is no name that a shell can set: letters, digits and '_'")
-        if _UNWRITABLE.search(pairs[name]):
-            raise ValueError(f"{name}: %environment cannot hold {pairs[name]}, with $, ` or ~; export it in a script")
     stage = evaluation.stage
     stage.environment |= pairs
     stage.visible |= pairs
