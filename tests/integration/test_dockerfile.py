@@ -252,6 +252,7 @@ def built(
         result.sifs[case.name] = folder / f"{recipe.name}.sif"
     yield result
     shutil.rmtree(store)
+    docker("image", "rm", "--force", *dict.fromkeys(result.images.values()), code=None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
