@@ -149,13 +149,14 @@ class Folder:
     def change(self, name: str, give: Callable[[int], None]) -> None:
         """Call ``give`` with a descriptor of a file or a folder. Raises OSError for what is neither, a link, say.
 
-        A file with a second name is refused, too: the other may lie elsewhere.
+        A file with a second name is refused, too: the other may lie elsewhere. One that was replaced in the meantime
+        has no name left.
         """
         with self._named(name):
             handle = os.open(name, os.O_RDONLY | _FILE, dir_fd=self.handle)
         try:
             status = os.fstat(handle)
-            if not stat.S_ISDIR(status.st_mode) and not (stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
+            if not stat.S_ISDIR(status.st_mode) and not (stat.S_ISREG(status.st_mode) and status.st_nlink <= 1):
                 raise OSError(errno.EPERM, "it is no file of its own", str(self.path / name))
             give(handle)
         finally:

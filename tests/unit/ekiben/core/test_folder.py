@@ -205,3 +205,19 @@ def test_signal_while_it_closes_does_not_close_another_file(tmp_path: Path, monk
         folder.close()
         another.write("x")
     assert (tmp_path / "another").read_text() == "x"
+
+
+def test_a_file_that_is_replaced_meanwhile_is_no_error(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shared / "new").write_text("new")
+    open_file = os.open
+
+    def open_and_replace(name: str, *arguments: int, dir_fd: int | None = None) -> int:
+        handle = open_file(name, *arguments, dir_fd=dir_fd)
+        if name == "file":
+            (shared / "new").rename(shared / "file")
+        return handle
+
+    with Folder.open(shared) as folder:
+        monkeypatch.setattr(os, "open", open_and_replace)
+        folder.change("file", os.fsync)
+    assert (shared / "file").read_text() == "new"
