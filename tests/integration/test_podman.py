@@ -210,7 +210,7 @@ def test_image_gets_its_name_when_its_tests_have_passed(
     made = json.loads(build("true").stdout)
     assert known() == [f"latest {made['image']}"]
     refused = build("exit 4")
-    assert "exit code 1" in refused.stderr
+    assert "exit code 4" in refused.stderr
     assert f"{name}:latest is left as it was" in refused.stderr
     assert known() == [f"latest {made['image']}"]
     subprocess.run([engine, "rmi", f"{name}:latest"], capture_output=True, check=True)

@@ -3,7 +3,7 @@
 Continuation lines, comments between them, heredocs, parser directives and flags are read as BuildKit reads them. All
 problems of a file are reported together, each with its line.
 
-dockerfile-parse of PyPI was tried: it reads no heredoc, no flag and no quoted ENV as BuildKit does.
+dockerfile-parse of PyPI is not used: it reads the lines of a heredoc as instructions, and flags as a part of the value.
 """
 
 from __future__ import annotations
