@@ -87,7 +87,7 @@ def lock_bases(bases: Bases, *, check: bool = False, keep: bool = False, arch: s
     """
     old = read_bases_lock(bases.path)
     new: dict[str, dict[str, str]] = {}
-    platforms = bases.platforms(arch)
+    platforms = bases.platforms(arch) if bases.tags else []
     for reference in sorted(bases.tags):
         had = dict(old.get(reference, {}))
         if check or (keep and had and (arch is None or f"linux/{arch}" in had)):

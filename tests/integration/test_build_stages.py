@@ -638,6 +638,7 @@ def test_complete_rebuild_of_an_extension_is_reproducible(pushed: Pushed, cli: C
     assert about["same"] is True
     assert {layer["name"]: layer["diff_id"][0] == layer["diff_id"][1] for layer in about["layers"]} == {
         "ground": True,
+        "ground-environment": True,
         "tiny": True,
         "own": True,
     }

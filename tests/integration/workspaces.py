@@ -72,7 +72,8 @@ class Cli:
 
     def settings(self, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
         account = {"HOME": home_of(self.user), "USER": self.user, "LOGNAME": self.user, "NO_COLOR": "1"}
-        merged: dict[str, str | None] = {**os.environ, "XDG_RUNTIME_DIR": None, **account, **(extra or {})}
+        caches = {} if self.user == ME else dict.fromkeys(("UV_CACHE_DIR", "PIP_CACHE_DIR"))  # these are root's
+        merged: dict[str, str | None] = {**os.environ, "XDG_RUNTIME_DIR": None, **caches, **account, **(extra or {})}
         return {name: value for name, value in merged.items() if value is not None}
 
     def start(
