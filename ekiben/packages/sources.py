@@ -7,12 +7,14 @@ its pyproject.toml, and what its build needs is unpacked from wheels.
 from __future__ import annotations
 
 import hashlib
+import lzma
 import os
 import shutil
 import tarfile
 import tempfile
 import tomllib
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from requests import Session
 
 _MAX_ARCHIVE = 2 << 30  # bytes of a source distribution
+_MAX_UNPACKED = 16 << 30  # bytes of the files in it
 _MAX_TEXT = 1 << 20  # bytes of its pyproject.toml
 _MAX_MEMBERS = 200_000
 _LEGACY = ("setuptools>=40.8.0", "wheel")  # PEP 518: what a source without [build-system] is built with
@@ -46,6 +49,11 @@ _INDEXES = (
     "UV_EXTRA_INDEX_URL",
     "PIP_INDEX_URL",
     "PIP_EXTRA_INDEX_URL",
+)
+# What the library raises of a damaged archive; RuntimeError is an encrypted zip, or one with another compression.
+_UNREADABLE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(OSError, EOFError, ValueError, RuntimeError),
 )
 _FORMATS = (".tar.gz", ".tgz", ".zip", ".tar.bz2", ".tar.xz")
 
@@ -189,7 +197,7 @@ def build_requirements(file: Path, name: str) -> list[str]:
 
 def _read_project(stream: IO[bytes], name: str) -> str | None:
     """Return pyproject.toml of the archive's one folder; None where there is none."""
-    is_zip = zipfile.is_zipfile(stream)
+    is_zip, size = zipfile.is_zipfile(stream), 0
     stream.seek(0)
     try:
         if is_zip:
@@ -203,9 +211,11 @@ def _read_project(stream: IO[bytes], name: str) -> str | None:
             for number, entry in enumerate(tar):
                 if number > _MAX_MEMBERS:
                     raise DefinitionError(f"{name}: its source has more than {_MAX_MEMBERS} files")
+                if (size := size + entry.size) > _MAX_UNPACKED:
+                    raise DefinitionError(f"{name}: its source unpacks to more than {_MAX_UNPACKED >> 30} GiB")
                 if entry.isreg() and _is_project(entry.name) and (content := tar.extractfile(entry)):
                     return content.read(_MAX_TEXT).decode()
-    except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
+    except _UNREADABLE as error:
         raise DefinitionError(f"{name}: its source cannot be read: {error}") from error
     return None
 
