@@ -2,7 +2,8 @@
 
 reader       instructions, with flags, heredocs and JSON
 expansion    variables, quotes and blanks of instructions
-ignore       .dockerignore, and patterns of COPY
+ignore       .dockerignore
+pattern      patterns of it, and of COPY
 base_config  what the image of FROM sets
 context      files that COPY and ADD name
 evaluate     the instructions, one after the other

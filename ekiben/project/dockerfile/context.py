@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ekiben.core.files import open_regular
-from ekiben.project.dockerfile.ignore import Ignore, match_regex
+from ekiben.project.dockerfile.ignore import Ignore
+from ekiben.project.dockerfile.pattern import copy_pattern
 from ekiben.spec.source_folders import follow
 
 FOLDER = "context"  # in the recipe: the files that COPY and ADD name
@@ -60,8 +61,8 @@ class BuildContext:
         """
         cleaned = posixpath.normpath("/" + source.lstrip("/")).lstrip("/")
         if any(letter in cleaned for letter in "*?[\\"):
-            pattern, depth = match_regex(cleaned), cleaned.count("/")
-            paths = [path for path in self._paths("", depth) if pattern.fullmatch(path)]
+            pattern, depth = copy_pattern(cleaned), cleaned.count("/")
+            paths = [path for path in self._paths("", depth) if pattern.matches(path)]
         elif self._has(cleaned):
             paths = [cleaned]
         else:

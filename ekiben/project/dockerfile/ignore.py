@@ -6,19 +6,19 @@ The rules are those of https://docs.docker.com/build/concepts/context/#dockerign
 from __future__ import annotations
 
 import posixpath
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ekiben.core.errors import DefinitionError
 from ekiben.core.files import read_source
+from ekiben.project.dockerfile.pattern import Pattern, ignore_pattern
 
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
     """Patterns in their order; the last one that matches decides."""
 
-    patterns: tuple[tuple[re.Pattern[str], bool], ...] = ()
+    patterns: tuple[tuple[Pattern, bool], ...] = ()
 
     def leaves_out(self, path: str) -> bool:
         """Return whether the file or folder ``path``, relative to the context, is left out."""
@@ -27,7 +27,7 @@ class Ignore:
             above.append(above[-1].rpartition("/")[0])
         is_out = False
         for pattern, leaves_out in self.patterns:
-            if is_out != leaves_out and any(pattern.fullmatch(piece) for piece in above):
+            if is_out != leaves_out and any(pattern.matches(piece) for piece in above):
                 is_out = leaves_out
         return is_out
 
@@ -52,53 +52,7 @@ def read_ignore(dockerfile: Path) -> Ignore:
         if pattern in ("", "."):
             continue
         try:
-            patterns.append((re.compile(_regex(pattern), re.DOTALL), leaves_out))
-        except re.error as error:
+            patterns.append((ignore_pattern(pattern), leaves_out))
+        except ValueError as error:
             raise DefinitionError(f"{path}:{number}: {line}: {error}; write it as in Go's filepath.Match") from error
     return Ignore(tuple(patterns))
-
-
-def _regex(pattern: str) -> str:
-    result, at = "", 0
-    while at < len(pattern):
-        letter = pattern[at]
-        at += 1
-        if letter == "*" and pattern[at : at + 1] == "*":
-            at += 1 + (pattern[at + 1 : at + 2] == "/")
-            result += ".*" if at >= len(pattern) else "(.*/)?"
-        elif letter == "*":
-            result += "[^/]*"
-        elif letter == "?":
-            result += "[^/]"
-        elif letter == "\\" and at < len(pattern):
-            result += re.escape(pattern[at])
-            at += 1
-        elif letter in "[]-^":
-            result += letter
-        else:
-            result += re.escape(letter)
-    return result
-
-
-def match_regex(pattern: str) -> re.Pattern[str]:
-    """Return a pattern of COPY (Go's filepath.Match, of a whole path) as a regular expression. Raises ValueError."""
-    result, at = "", 0
-    while at < len(pattern):
-        letter = pattern[at]
-        at += 1
-        if letter == "*":
-            result += "[^/]*"
-        elif letter == "?":
-            result += "[^/]"
-        elif letter == "\\" and at < len(pattern):
-            result += re.escape(pattern[at])
-            at += 1
-        elif letter == "[" and (end := pattern.find("]", at + 1)) > 0:
-            result += f"[{pattern[at:end]}]"
-            at = end + 1
-        else:
-            result += re.escape(letter)
-    try:
-        return re.compile(result, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{pattern}: {error}") from error

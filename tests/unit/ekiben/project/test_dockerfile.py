@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from ekiben.core.errors import DefinitionError, UsageError
 from ekiben.project.dockerfile import Conversion, convert, dockerfile_of, find_dockerfile
 from ekiben.project.dockerfile.base_config import BaseConfig, parse_config
 from ekiben.project.dockerfile.expansion import expand_word, split_line
-from ekiben.project.dockerfile.ignore import match_regex, read_ignore
+from ekiben.project.dockerfile.ignore import read_ignore
+from ekiben.project.dockerfile.pattern import copy_pattern, ignore_pattern
 from ekiben.project.dockerfile.reader import parse_dockerfile
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
@@ -131,8 +134,33 @@ def test_dockerignore_of_the_file_comes_first(tmp_path: Path) -> None:
 
 
 def test_patterns_of_copy() -> None:
-    assert match_regex("s*/[^a]?.p\\*").fullmatch("src/bc.p*")
-    assert not match_regex("s*").fullmatch("src/a")
+    assert copy_pattern("s*/[^a]?.p\\*").matches("src/bc.p*")
+    assert not copy_pattern("s*").matches("src/a")
+    assert copy_pattern("a[b").matches("a[b")
+
+
+def test_pattern_matches_as_its_regular_expression() -> None:
+    pieces = {"a": "a", "*": "[^/]*", "?": "[^/]", "**/": "(.*/)?", "[^a]": "[^a]", "/": "/", "\\*": r"\*"}
+    paths = ["".join(letters) for length in range(5) for letters in itertools.product("ab/*", repeat=length)]
+    for count, end in itertools.product(range(4), ("", "**")):
+        for chosen in itertools.product(pieces, repeat=count):
+            text = "".join([*chosen, end])
+            stars = any(above == "*" and below.startswith("*") for above, below in itertools.pairwise([*chosen, end]))
+            if stars or text.endswith("**/") or not text:  # more stars than one or two; a slash that is removed before
+                continue
+            expression = re.compile("".join(pieces[piece] for piece in chosen) + (".*" if end else ""), re.DOTALL)
+            pattern = ignore_pattern(text)
+            assert [path for path in paths if pattern.matches(path)] == [
+                path for path in paths if expression.fullmatch(path)
+            ], text
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [("**/" * 50 + "x", "a/" * 50 + "y"), ("*a" * 30 + "b", "a" * 200), ("**/*a*/" * 20 + "b", "a/" * 60)],
+)
+def test_pattern_that_would_take_ages_is_matched(text: str, path: str) -> None:
+    assert not ignore_pattern(text).matches(path)
 
 
 @pytest.mark.parametrize(
