@@ -8,6 +8,7 @@ import io
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import IO, Any
 
@@ -89,10 +90,26 @@ def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[
 
 
 def remove_cached_images() -> int:
-    """Remove the layers that Docker keeps as images for the next build, and return how many these were."""
+    """Remove the layers that Docker keeps as images for the next build, and return how many these were.
+
+    Raises EngineError, when the others are removed, for those that containers use.
+    """
+    from docker.errors import APIError
+
     names = [tag for image in client().images.list(LAYER_IMAGES) for tag in image.tags if tag.startswith(LAYER_IMAGES)]
+    used: list[str] = []
     for name in names:
-        client().images.remove(name)
+        try:
+            client().images.remove(name)
+        except APIError as error:
+            if error.status_code != HTTPStatus.CONFLICT:
+                raise
+            used.append(name)
+    if used:
+        raise EngineError(
+            f"docker: removed {len(names) - len(used)} layer images; containers use {', '.join(used)}",
+            hint="`docker ps --all` names the containers; when they are gone, prune again",
+        )
     return len(names)
 
 
@@ -217,7 +234,7 @@ def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[byt
     stream's socket. The file's size, written when the program has ended well, says that it is whole.
     """
     inside, output_file = f"/{BUILD_MOUNT}/output", job.mount / "output"
-    script = f'"$@" >{inside} 2>{inside}.errors && wc -c <{inside} >{inside}.size'
+    script = f'"$@" >{inside} 2>{inside}.errors && find {inside} -printf %s >{inside}.size'
     api = client().api
     execution = api.exec_create(container.id, ["/bin/sh", "-c", script, "sh", *command])["Id"]
     api.exec_start(execution)

@@ -19,6 +19,7 @@ from ekiben.core.files import read_source
 from ekiben.core.paths import BUILD_MOUNT, expand_home
 from ekiben.formats.layer import File
 from ekiben.packages.apt import apt_sources, snapshot_sources, write_apt_files
+from ekiben.packages.requirements import INDEXES
 from ekiben.spec.stack import Stack
 
 _HOST = re.compile(r"https?://(?:[^@/\s]*@)?([\w.-]+)")
@@ -29,12 +30,7 @@ _PASSED = (
     "HTTP_PROXY",
     "HTTPS_PROXY",
     "NO_PROXY",
-    "UV_DEFAULT_INDEX",
-    "UV_INDEX",
-    "UV_INDEX_URL",
-    "UV_EXTRA_INDEX_URL",
-    "PIP_INDEX_URL",
-    "PIP_EXTRA_INDEX_URL",
+    *INDEXES,
 )
 
 

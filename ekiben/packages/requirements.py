@@ -57,6 +57,15 @@ _FILE = re.compile(r"(?P<name>-r|-c|--requirements?|--constraints?)(?:=|\s+|(?<=
 _GIT = re.compile(r"(^|[@\s])git\+", re.IGNORECASE)
 _WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 
+INDEXES = (  # variables of uv and pip that name package indexes
+    "UV_DEFAULT_INDEX",
+    "UV_INDEX",
+    "UV_INDEX_URL",
+    "UV_EXTRA_INDEX_URL",
+    "PIP_INDEX_URL",
+    "PIP_EXTRA_INDEX_URL",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class GitRequirement:

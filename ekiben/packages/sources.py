@@ -30,7 +30,7 @@ from ekiben.core.errors import DefinitionError, FetchError
 from ekiben.core.files import make_folders, open_regular
 from ekiben.core.process import ProcessError
 from ekiben.packages.git import GitSource, export_commit
-from ekiben.packages.requirements import RequirementsFile, compile_lock, python_options, run_uv
+from ekiben.packages.requirements import INDEXES, RequirementsFile, compile_lock, python_options, run_uv
 from ekiben.spec.sources import Source
 from ekiben.spec.stack import Stack, read_pins
 
@@ -42,14 +42,6 @@ _MAX_UNPACKED = 16 << 30  # bytes of the files in it
 _MAX_TEXT = 1 << 20  # bytes of its pyproject.toml
 _MAX_MEMBERS = 200_000
 _LEGACY = ("setuptools>=40.8.0", "wheel")  # PEP 518: what a source without [build-system] is built with
-_INDEXES = (
-    "UV_DEFAULT_INDEX",
-    "UV_INDEX",
-    "UV_INDEX_URL",
-    "UV_EXTRA_INDEX_URL",
-    "PIP_INDEX_URL",
-    "PIP_EXTRA_INDEX_URL",
-)
 # What the library raises of a damaged archive; RuntimeError is an encrypted zip, or one with another compression.
 _UNREADABLE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
@@ -169,7 +161,7 @@ def _login(url: str) -> tuple[str, str] | None:
     ~/.netrc.
     """
     host = urlsplit(url).netloc.rpartition("@")[2]
-    for variable in _INDEXES:
+    for variable in INDEXES:
         for index in os.environ.get(variable, "").split():
             label, _, address = index.rpartition("=") if "://" not in index.partition("=")[0] else ("", "", index)
             parts = urlsplit(address)

@@ -14,6 +14,7 @@ import pytest
 
 from ekiben.artifacts.export import export
 from ekiben.builder import environment
+from ekiben.builder.build import BuildContext, Options, build
 from ekiben.core.errors import LayerError
 from ekiben.core.progress import Progress
 from ekiben.inspect.image_info import image_of_sif
@@ -138,6 +139,21 @@ POSTS = {
         "\n%labels\n    L three\n    N four\n",
     ),
 }
+
+
+@pytest.mark.parametrize("engine", ["docker", "buildah", "podman"])
+def test_other_engines_make_the_same_layers(engine: str, lab: Lab) -> None:
+    """In a base that has few programs. Docker reads the changes with the image's own."""
+    need(engine)
+    post, section = POSTS["the variable"]
+    text = f"{HEADER}\n%post -c /bin/bash\n    true {engine}\n{post}\n%environment\n{section}"
+    resolved, image = lab.build(text)
+    for layer in image.layers[1:]:
+        (lab.store.root / "keys" / f"{layer.cache_key}.json").unlink()
+    again = build(BuildContext(resolved, lab.store, Options(engine=engine), Progress(quiet=True)))
+    assert [layer.diff_id for layer in again.layers] == [layer.diff_id for layer in image.layers]
+    assert again.environment == image.environment
+    assert engine in [layer.executor for layer in again.layers]
 
 
 @pytest.mark.parametrize("name", POSTS)

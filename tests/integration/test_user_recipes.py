@@ -94,6 +94,24 @@ def test_recipe_and_layer_outside_the_repository(workspace: Workspace, new_store
     assert "no recipe.yaml there" in cli.run("image", home / "nothing", cwd=home, code=2).stderr
 
 
+def test_prune_keeps_a_layer_of_docker_that_a_container_uses(
+    recipe_folder: RecipeFolder, cli: Cli, new_store: NewStore
+) -> None:
+    recipe_folder.layer("kept", "base", "echo used >/opt/used")
+    recipe_folder.top("kept")
+    store = new_store(ME, "base")
+    cli.image(store, recipe_folder.path, "--engine", "docker", "--format", "sif", "--no-verify", cwd=recipe_folder.path)
+    listed = subprocess.check_output(["docker", "images", "--format", "{{.Repository}}:{{.Tag}}"], text=True)
+    image = next(name for name in listed.split() if name.startswith("ekiben/layer:"))
+    container = subprocess.check_output(["docker", "create", image, "true"], text=True).strip()
+    try:
+        warning = cli.run("--store", store, "prune", "--engines").stderr
+        assert f"containers use {image}" in warning
+    finally:
+        subprocess.run(["docker", "rm", container], stdout=subprocess.DEVNULL, check=True)
+    assert "containers use" not in cli.run("--store", store, "prune", "--engines").stderr
+
+
 @pytest.mark.parametrize("name", ["docker", "buildah", "podman"])
 def test_prune_removes_layers_of_an_engine(
     name: str, recipe_folder: RecipeFolder, cli: Cli, new_store: NewStore

@@ -20,7 +20,7 @@ import click
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, NameType, PathType, refuse_ignored
 from ekiben.core.command_name import command_name
-from ekiben.core.errors import UsageError
+from ekiben.core.errors import EngineError, UsageError
 from ekiben.core.files import format_size
 from ekiben.core.printable import printable
 from ekiben.publish.prune import prune as prune_published
@@ -101,8 +101,11 @@ def remove_cached_images() -> None:
     from ekiben.executors import by_preference
 
     for name, executor in by_preference():
-        if executor.unavailable() is None and (count := executor.remove_cached_images()):
-            click.echo(f"removed {count} layer images of {name}")
+        try:
+            if executor.unavailable() is None and (count := executor.remove_cached_images()):
+                click.echo(f"removed {count} layer images of {name}")
+        except EngineError as error:  # what a container uses keeps nothing else
+            click.echo(printable(f"warning: {error}. {error.hint or ''}".rstrip()), err=True)
 
 
 def remove_abandoned(dry_run: bool) -> None:
