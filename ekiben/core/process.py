@@ -185,20 +185,26 @@ def _end_group(child: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
 
 
 MARK = "EKIBEN_STAGING"  # marks processes that have no mount to identify them
+_PATIENCE = 5.0  # seconds that an orphan has to tidy up before it is killed
 
 
 def end_orphans(staging: str) -> None:
-    """Kill processes of a killed build, those with its staging folder, of this name, mounted or in MARK, and wait for
-    their end: until then they write in that folder.
+    """Kill processes of a killed build, and wait for their end: until then they write in its staging folder.
+
+    Such have a mount of that folder, of this name, or name it in their environment, in MARK or as TMPDIR.
     """
-    end, asked, denied = time.monotonic() + 5, set[int](), set[int]()
+    asked, denied = dict[int, float](), set[int]()
+    end = time.monotonic() + 2 * _PATIENCE
     while (orphans := {process: sign for process, sign in _orphans(staging) if process not in denied}) and (
         time.monotonic() < end
     ):
-        for process in orphans.keys() - asked:
+        for process, sign in orphans.items():
+            late = time.monotonic() - asked.get(process, time.monotonic()) > _PATIENCE
+            if process in asked and not late:
+                continue
             try:
-                os.kill(process, orphans[process])
-                asked.add(process)
+                os.kill(process, signal.SIGKILL if late else sign)
+                asked[process] = time.monotonic()
             except OSError:  # another user's, or it has ended
                 denied.add(process)
         time.sleep(0.02)
@@ -206,16 +212,20 @@ def end_orphans(staging: str) -> None:
 
 def _orphans(staging: str) -> Iterator[tuple[int, signal.Signals]]:
     """Yield each process of a killed build, and the signal that ends it. One that has ended shows nothing here."""
-    mounted, marked = f"/staging/{staging}/mount".encode(), f"{MARK}={staging}\0".encode()
+    mounted = f"/staging/{staging}/mount".encode()
+    # buildah has its TMPDIR there, and tidies it up when the script that it runs has ended.
+    named = f"{MARK}={staging}\0".encode(), f"/staging/{staging}/".encode()
     # A mount that all processes see does not show who uses it.
     is_private = mounted not in Path("/proc/self/mountinfo").read_bytes()
     for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
+        if not process.name.isdigit() or process.name == str(os.getpid()):
             continue
         with contextlib.suppress(OSError):
             if is_private and mounted in (process / "mountinfo").read_bytes():
                 yield int(process.name), signal.SIGKILL
-            elif marked in (process / "environ").read_bytes():
+                continue
+            environment = (process / "environ").read_bytes()
+            if any(name in environment for name in named):
                 # Root's work lies in that folder. Another's lies elsewhere, and only its maker can tidy it up.
                 yield int(process.name), signal.SIGTERM if os.geteuid() else signal.SIGKILL
 

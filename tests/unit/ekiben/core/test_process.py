@@ -164,11 +164,14 @@ def test_readable_returns_only_existing_paths(tmp_path: Path) -> None:
     assert readable(tmp_path) == tmp_path
 
 
-def test_orphans_have_ended_when_their_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", [{MARK: "here__1__x"}, {"TMPDIR": "/store/staging/here__1__x/scratch"}])
+def test_orphans_have_ended_when_their_folder_is_removed(
+    variable: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An ordinary user's are asked to end, and tidy up meanwhile: what they still write must not be left."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     script = f"trap 'sleep 0.5; touch {tmp_path}/last; exit' TERM; touch {tmp_path}/ready; while :; do sleep 0.01; done"
-    with subprocess.Popen(["sh", "-c", script], env=dict(os.environ, **{MARK: "here__1__x"})) as process:
+    with subprocess.Popen(["sh", "-c", script], env=os.environ | variable) as process:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
         end_orphans("here__1__other")
