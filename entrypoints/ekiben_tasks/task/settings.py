@@ -82,7 +82,8 @@ def help_table(settings: Any) -> str:
     width = max(len(name) for name, _, _ in rows)
     lines = ["settings (change one with --set NAME=VALUE):"]
     for name, value, help in rows:
-        lines.append(f"  {name:<{width}}  {value}\n  {'':<{width}}    {help}")
+        shown = value if value.isprintable() and value == value.strip() else _shown(value)  # on one line
+        lines.append(f"  {name:<{width}}  {shown}\n  {'':<{width}}    {help}")
     return "\n".join(lines)
 
 
@@ -142,6 +143,8 @@ def _rename_old(settings: Any, tree: Mapping[Any, Any]) -> dict[Any, Any]:
     renamed: dict[Any, Any] = {}
     for old, value in tree.items():
         name = _current_name(settings, old)
+        if name in renamed or (name != old and name in tree):
+            raise SettingError(f"setting {name}: is there twice, also by its former name; remove {old}")
         kind = _fields(settings).get(name)
         nested = dataclasses.is_dataclass(kind) and isinstance(value, dict)
         renamed[name] = _rename_old(kind, value) if nested else value

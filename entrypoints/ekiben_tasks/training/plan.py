@@ -45,8 +45,9 @@ class Plan:
         return math.ceil(rows / self.settings.batch_size)
 
     def warmup(self, steps: int) -> int:
-        """Return how many of ``steps`` are the warm-up."""
-        return round(self.settings.warmup_ratio * steps) or min(self.settings.warmup_steps, steps // 10)
+        """Return how many of ``steps`` are the warm-up, as transformers' TrainingArguments.get_warmup_steps()."""
+        warmup = self.settings.warmup_steps
+        return int(warmup) if warmup >= 1 else math.ceil(warmup * steps)
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of ``step`` (from 0) of ``steps``: a linear warm-up, then the schedule.

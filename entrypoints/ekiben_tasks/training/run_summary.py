@@ -158,8 +158,9 @@ def _notes(summary: RunSummary, steps: int) -> list[str]:
     if summary.kernels.note:
         lines.append(f"note        {summary.kernels.note}")
     lines += [f"note        {sentence}" for sentence in list_unused(settings, summary.parallel)]
-    if settings.warmup_steps > steps // 10 and not settings.warmup_ratio:
-        lines.append(f"note        warm-up is {steps // 10} steps, a tenth of all, not {settings.warmup_steps}")
+    if (warmup := summary.plan.warmup(steps)) > steps:
+        highest = summary.plan.rate(steps - 1, steps)
+        lines.append(f"note        the warm-up is {warmup:,} steps, so the learning rate reaches {highest:.2g} alone")
     return lines
 
 

@@ -81,9 +81,8 @@ class Settings:
     schedule: Literal["linear", "cosine", "constant"] = option(
         "linear", "decay after the warm-up: linear or cosine to 0, or constant"
     )
-    warmup_steps: int = option(200, "steps until the highest learning rate, at most a tenth of all")
-    warmup_ratio: float = option(
-        0.0, "share of all steps until the highest learning rate; above 0: instead of warmup_steps"
+    warmup_steps: int | float = option(
+        0.1, "steps until the highest learning rate; below 1: this share of all steps, rounded up", old="warmup_ratio"
     )
     weight_decay: float = option(0.0, "AdamW's weight decay; norms and biases have none")
     max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this; 0: no clipping")
@@ -156,8 +155,6 @@ def check(settings: Settings) -> None:
         problems.append(f"setting max_grad_norm: must be at least 0 (0: no clipping), not {settings.max_grad_norm}")
     if not 0 < settings.epochs < math.inf:
         problems.append(f"setting epochs: must be above 0, not {settings.epochs}")
-    if not 0 <= settings.warmup_ratio <= 1:
-        problems.append(f"setting warmup_ratio: must be from 0 to 1, not {settings.warmup_ratio}")
     if not 0 <= settings.hang_minutes < math.inf:
         problems.append(f"setting hang_minutes: must be at least 0 (0: an hour), not {settings.hang_minutes}")
     if settings.save_steps < 0:
@@ -175,7 +172,7 @@ def check(settings: Settings) -> None:
             ("save_minutes", settings.save_minutes),
             ("log_seconds", settings.log_seconds),
         ]
-        if not value >= 0
+        if not 0 <= value < math.inf
     ]
     if not 0 <= settings.validation_split < 1:
         problems.append(f"setting validation_split: must be at least 0 and below 1, not {settings.validation_split}")
@@ -210,7 +207,6 @@ def list_unused(settings: Settings, parallel: str) -> list[str]:
         (parallel != "deepspeed", ("deepspeed",), f"with parallel={parallel}"),
         (settings.form.kind != "template", ("form.prompt", "form.response"), f"with form.kind={settings.form.kind}"),
         (settings.form.kind != "chat", ("form.chat",), f"with form.kind={settings.form.kind}"),
-        (settings.warmup_ratio > 0, ("warmup_steps",), f"with warmup_ratio={settings.warmup_ratio:g}"),
         (is_split, ("validation_split",), "where each source of the data has its own"),
     ]
     defaults = {name: value for name, value, _ in options.describe(Settings())}

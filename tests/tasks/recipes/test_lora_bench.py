@@ -263,7 +263,7 @@ def test_evaluate_agrees_with_the_training_loop(ready: bench_settings.Settings, 
 
 
 def test_run_without_a_target_uses_all_steps(ready: bench_settings.Settings, tmp_path: Path) -> None:
-    training = replace(ready.train, max_steps=2, warmup_ratio=1.0, lora=Lora(r=2))
+    training = replace(ready.train, max_steps=2, warmup_steps=0.9, lora=Lora(r=2))
     short = replace(ready, target_loss=None, train=training)
     assert bench_runs.run_once(short, 3, tmp_path, config=None) == 0
     result = json.loads((tmp_path / "run-3" / bench_runs.RESULT).read_text())

@@ -120,14 +120,12 @@ def test_training_reads_every_setting_or_names_it(
 
     for kind, prefix in ((Settings, ""), (DatasetFormat, "form."), (Lora, "lora."), (DeepSpeed, "deepspeed.")):
         record(kind, prefix)
-    assert fit(small(base, max_steps=2, warmup_ratio=0.5), tmp_path) == 0
+    assert fit(small(base, max_steps=2, warmup_steps=0.5), tmp_path) == 0
     monkeypatch.undo()
     names = {name for name, _, _ in options.describe(Settings())}
     changed = dataclasses.replace(
         Settings(),
         last_layer=("ln_f",),
-        warmup_steps=3,
-        warmup_ratio=0.5,
         form=DatasetFormat(prompt="{a}", response="{b}", chat="prompter"),
         deepspeed=DeepSpeed(stage=2, offload="optimizer", optimizer="torch"),
     )

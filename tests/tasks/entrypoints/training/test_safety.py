@@ -223,8 +223,8 @@ def test_run_of_the_release_before_goes_on_under_the_new_names(base: Path, tmp_p
     assert all("num_target_tokens" in line for line in metrics(tmp_path) if "loss" in line)
 
 
-def test_warmup_ratio_replaces_warmup_steps(base: Path, tmp_path: Path) -> None:
-    settings = small(base, max_steps=4, warmup_ratio=0.5, schedule="constant", learning_rate=1e-2)
+def test_warmup_steps_below_one_are_a_share(base: Path, tmp_path: Path) -> None:
+    settings = small(base, max_steps=4, warmup_steps=0.5, schedule="constant", learning_rate=1e-2)
     assert fit(settings, tmp_path) == 0
     assert [line["lr"] for line in metrics(tmp_path) if "lr" in line] == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2])
 

@@ -124,6 +124,14 @@ def test_help_lists_every_setting_with_its_value() -> None:
     assert any(line.split() == ["learning_rate", "0.0003"] for line in table.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [("a b", "a b"), ("a\n\nb: ", r'"a\n\nb: "'), (" a", '" a"'), ("あ", "あ")]
+)
+def test_help_has_each_value_on_one_line(value: str, shown: str) -> None:
+    (line,) = [line for line in settings.help_table(Outer(name=value)).split("\n") if line.startswith("  name ")]
+    assert line.removeprefix("  name").lstrip(" ") == shown
+
+
 def test_a_bare_name_is_a_config_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "long.yaml").write_text("epochs: 9\n")
