@@ -2,6 +2,7 @@
 
 plan         what would be done for each layer, and why: Action, Options
 build        obey a plan: make missing layers, name the image; import a wheel
+sif_base     a SIF as a base: its own scripts as files of its layer
 layer        make one layer; the folders of a job (prepare_job)
 environment  evaluate a %environment that is a script
 wheels       compiled wheels: what is checked of one, export and import
@@ -11,4 +12,4 @@ bases        ``Bootstrap:`` agents, a module each
 stage and concurrency are of use here alone: compile one build stage, with as many jobs as fit.
 """
 
-__all__ = ["bases", "build", "environment", "layer", "plan", "verify", "wheels"]
+__all__ = ["bases", "build", "environment", "layer", "plan", "sif_base", "verify", "wheels"]

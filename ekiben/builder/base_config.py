@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import LayerError
-from ekiben.formats.base_config import BASE, BaseConfig
+from ekiben.formats.base_config import BASE, BASE_HELP, BaseConfig
 from ekiben.formats.layer import File
 from ekiben.store import Store, StoredLayer
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
     from ekiben.formats.squashfs.reader import SquashfsReader
 
 LABELS = "/.singularity.d/labels.json"
+HELP = "/.singularity.d/runscript.help"
 LABELS_FILE = "labels"  # in the folder that a job has of the host
 _MAX_LABELS = 1 << 20  # bytes
-_RESERVED = ("org.ekiben.", "org.opencontainers.image.title", "org.opencontainers.image.description")
+RESERVED_LABELS = ("org.ekiben.", "org.opencontainers.image.title", "org.opencontainers.image.description")
 
 
-def config_layer(config: BaseConfig, below: Sequence[SquashfsReader], out: BinaryIO, epoch: int) -> SquashfsReader:
+def config_layer(
+    config: Mapping[str, tuple[int, bytes]], below: Sequence[SquashfsReader], out: BinaryIO, epoch: int
+) -> SquashfsReader:
     """Write the files of a base's configuration to ``out`` as a squashfs, to be merged with ``below``; return it."""
     from ekiben.formats.changeset import Lower, file_entries  # late: most invocations build nothing
     from ekiben.formats.layer import write_entries
     from ekiben.formats.squashfs.reader import SquashfsReader
     from ekiben.formats.squashfs.writer import SquashfsWriter
 
-    files = [File(name, mode, content=content) for name, (mode, content) in config.files().items()]
+    files = [File(name, mode, content=content) for name, (mode, content) in config.items()]
     write_entries(file_entries(files, Lower(below[::-1]), epoch=epoch), SquashfsWriter(out, epoch=epoch))
     return SquashfsReader(out)
 
@@ -56,9 +59,19 @@ def has_config(inputs: Mapping[str, object]) -> bool:
     return isinstance(source, dict) and "config" in source
 
 
-def with_labels(files: Sequence[File], layers: Sequence[StoredLayer], store: Store) -> list[File]:
-    """Return the files of a layer, its labels with those that the layers below brought."""
-    return [_with_labels(file, layers, store) if file.destination == LABELS else file for file in files]
+def with_inherited(files: Sequence[File], layers: Sequence[StoredLayer], store: Store) -> list[File]:
+    """Return the files of a layer: its labels with those that the layers below brought, its help with the base's."""
+    inherit = {LABELS: _with_labels, HELP: _with_help}
+    return [inherit[file.destination](file, layers, store) if file.destination in inherit else file for file in files]
+
+
+def _with_help(file: File, layers: Sequence[StoredLayer], store: Store) -> File:
+    if not (layers and has_config(layers[0].inputs)):
+        return file
+    with store.reader(layers[0].digest) as reader:
+        entry = reader.lookup(BASE_HELP.lstrip("/"))
+        text = reader.read_file(entry.path) if entry and entry.kind == "file" else b""
+    return replace(file, content=file.content + b"\nBase:\n" + text) if text else file
 
 
 def _with_labels(file: File, layers: Sequence[StoredLayer], store: Store) -> File:
@@ -71,8 +84,10 @@ def merged_labels(labels: Mapping[str, str], layers: Sequence[StoredLayer], stor
     effect on Ekiben's own."""
     config = base_config_of(layers, store)
     written = {name: value for layer in layers for name, value in layer.notes.get("labels", {}).items()}
-    known = {name: value for name, value in written.items() if not name.startswith(_RESERVED)}
-    return {**(config.labels if config else {}), **labels, **known}
+    known = {name: value for name, value in written.items() if not name.startswith(RESERVED_LABELS)}
+    of_base = config.labels if config else {}
+    of_base = {name: value for name, value in of_base.items() if not name.startswith(RESERVED_LABELS)}
+    return {**of_base, **labels, **known}
 
 
 def read_labels(folder: Path) -> dict[str, str]:

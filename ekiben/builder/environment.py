@@ -53,10 +53,14 @@ def environment_of(environment: Mapping[str, str], layers: Sequence[StoredLayer]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation of a layer's scripts: ``post`` is the script to run, which reads and writes files of ``folder``."""
+    """An evaluation of a layer's scripts, which reads and writes files of ``folder``.
+
+    ``of_base``: the scripts among the files of the image.
+    """
 
     layer: Layer
     folder: Path
+    of_base: Sequence[str] = ()
 
     @property
     def script(self) -> EnvironmentScript:
@@ -91,7 +95,8 @@ class Evaluation:
         names = sorted(usual.keys() | elsewhere.keys() | machine.keys())
         of_machine = [name for name in names if usual.get(name) != machine.get(name)]
         varying = [name for name in names if usual.get(name) != elsewhere.get(name) or name in of_machine]
-        at_start = bool(varying) or any(depends_on_start(script.text) for script in self.layer.scripts)
+        texts = [*self.of_base, *(script.text for script in self.layer.scripts)]
+        at_start = bool(varying) or any(map(depends_on_start, texts))
         values = {name: value for name, value in usual.items() if name not in of_machine}
         return Evaluated(values, tuple(varying), at_start)
 
@@ -100,7 +105,11 @@ class Evaluation:
             return read_environment(read_regular(self.folder / f"{name}.out", max_size=MAX_SIZE), {"HOME": home})
         except (OSError, ValueError) as error:
             reason = "it leaves nothing" if isinstance(error, OSError) else f"it {error}"
-            raise LayerError(f"{self.script.where}: %environment cannot be evaluated in the image: {reason}") from error
+            raise LayerError(f"{self._what} cannot be evaluated in the image: {reason}") from error
+
+    @property
+    def _what(self) -> str:
+        return f"{self.script.where}: {'the environment of the base' if self.script.file else '%environment'}"
 
     def failure(self, code: int, lines: Sequence[str]) -> LayerError:
         """Return the error of an evaluation that ended with ``code`` and wrote ``lines``."""
@@ -114,8 +123,7 @@ class Evaluation:
             reason = "the shell ends before its last line"
         shown = [*self._located(line for line in lines if line.strip())][-LINES:]
         return LayerError(
-            f"{self.script.where}: %environment cannot be evaluated in the image: {reason}"
-            + "".join(f"\n  {line}" for line in shown)
+            f"{self._what} cannot be evaluated in the image: {reason}" + "".join(f"\n  {line}" for line in shown)
         )
 
     def _located(self, lines: Iterator[str]) -> Iterator[str]:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ekiben.builder.base_config import LABELS_FILE, read_labels, with_labels
+from ekiben.builder.base_config import LABELS_FILE, read_labels, with_inherited
 from ekiben.builder.bases import load_base
 from ekiben.builder.environment import Evaluation, environment_files, environment_of
 from ekiben.builder.plan import BuildContext
+from ekiben.builder.sif_base import base_scripts, known_environment
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.environment import build_environment
@@ -28,8 +29,9 @@ from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import describe_exit
 from ekiben.core.progress import Progress
 from ekiben.executors import SOURCED, Executor, Job, JobFailed, Script, choose, write_run_script
+from ekiben.formats.base_config import SIF_ENVIRONMENT
 from ekiben.formats.changeset import file_entries
-from ekiben.formats.evaluated import written_path
+from ekiben.formats.evaluated import Evaluated, written_path
 from ekiben.formats.layer import File
 from ekiben.formats.tar import DigestWriter
 from ekiben.resolve.graph import BuildStage, Layer
@@ -39,7 +41,6 @@ from ekiben.store import Store, StoredLayer, bind_layers
 
 if TYPE_CHECKING:
     from ekiben.formats.changeset import Lower
-    from ekiben.formats.evaluated import Evaluated
     from ekiben.formats.layer import LayerEntry
     from ekiben.packages.host_config import PackageSources
 
@@ -162,7 +163,7 @@ class LayerBuilder:
                 return
             files: Sequence[File] = (*layer.files, *outputs)
             if layer.kind == "files":
-                files = with_labels(files, lower, self.store)
+                files = with_inherited(files, lower, self.store)
                 yield file_entries(files, stack.enter_context(self._below(lower)), epoch=layer.epoch)
                 return
             if layer.kind == "environment":
@@ -185,8 +186,12 @@ class LayerBuilder:
         """Return what the scripts of the environment set in the layers below. Raises LayerError, EngineError."""
         for item in lower:
             self.store.check_blob(item.digest)
+        with self._below(lower) as below:
+            texts = base_scripts(below) if layer.scripts[0].file == SIF_ENVIRONMENT else []
+        if layer.scripts[-1].file and (values := known_environment(texts)) is not None:
+            return Evaluated(values)  # without the image's shell, which need not be there
         lines: list[str] = []
-        evaluation = Evaluation(layer, staging / "mount/environment.d")
+        evaluation = Evaluation(layer, staging / "mount/environment.d", texts)
         script = Script(f"{layer.name}-environment", evaluation.write(), build_environment(layer.epoch))
         job = prepare_job(script, lower, self.store, staging, log=lines.append)
         try:

@@ -15,6 +15,11 @@ from ekiben.formats.evaluated import Evaluated
 BASE = "opt/ekiben/base.json"
 BASE_ENVIRONMENT = "/.singularity.d/env/10-docker2singularity.sh"  # the name that Apptainer knows
 BASE_RUNSCRIPT = "/opt/ekiben/base-runscript"
+# Of a SIF alone: its environment is scripts, and it may have further scripts and a help.
+SIF_CONFIG = "sif"  # of its key: what an older layer of it lacks
+SIF_ENVIRONMENT = "/.singularity.d/env"
+BASE_STARTSCRIPT = "/opt/ekiben/base-startscript"
+BASE_HELP = "/opt/ekiben/base-help"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -63,14 +68,17 @@ class BaseConfig:
     def files(self) -> dict[str, tuple[int, bytes]]:
         """Return the files of the base's layer: path → (mode, content)."""
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        record = json.dumps(asdict(self), indent=1, sort_keys=True)
         texts = {
-            "/" + BASE: (0o644, record + "\n"),
+            "/" + BASE: (0o644, self.record()),
             BASE_ENVIRONMENT: (0o755, "\n".join(["#!/bin/sh", *exports, ""])),
             BASE_RUNSCRIPT: (0o755, self._runscript()),
         }
         files = {path: (mode, text.encode("utf-8", "surrogateescape")) for path, (mode, text) in texts.items()}
         return {**files, **Evaluated(self.environment).files()}
+
+    def record(self) -> str:
+        """Return the text of the file BASE."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
     def _runscript(self) -> str:
         """Return the program of the image as Apptainer runs it: arguments take the place of Cmd."""

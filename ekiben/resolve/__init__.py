@@ -2,6 +2,7 @@
 
 graph         the types: ResolvedRecipe, Layer, BuildStage, StageCopy
 resolve       a recipe, bound to a stack, as its layers
+base_layer    the lowest of them
 apps          files and variables of SCIF apps
 recipe_layer  the last of them, with the recipe's files
 sources       build stages of packages without a wheel

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ekiben.core.environment import DEFAULT_PATH
+from ekiben.formats.base_config import SIF_ENVIRONMENT
 from ekiben.formats.layer import File
 from ekiben.resolve.keys import hash_inputs
 from ekiben.spec.definition import Definition, Stage
@@ -146,6 +147,11 @@ class ResolvedRecipe:
     def has_base_config(self) -> bool:
         """Return whether its base has an environment and a program of its own, which only the build learns."""
         return any(script.file for script in self.scripts)
+
+    @property
+    def has_sif_base(self) -> bool:
+        """Return whether its base is a SIF with scripts of its own."""
+        return any(script.file == SIF_ENVIRONMENT for script in self.scripts)
 
     @property
     def top(self) -> Layer:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ekiben.core.paths import RECIPE_HOME, TESTS
-from ekiben.formats.base_config import BASE_RUNSCRIPT
+from ekiben.formats.base_config import BASE_RUNSCRIPT, BASE_STARTSCRIPT
 from ekiben.formats.layer import File
 from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.resolve.apps import START, START_FILE
@@ -22,6 +22,7 @@ from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import read_pins
 
+_BASE_START = f'[ ! -x {BASE_STARTSCRIPT} ] || exec {BASE_STARTSCRIPT} "$@"\n'
 _RUNSCRIPT = "/opt/ekiben/runscript"  # the %runscript of a definition for another shell
 
 
@@ -36,7 +37,7 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     scripts = Scripts(
         run=_runscript(recipe, resolved),
         test=_TEST_SCRIPT,
-        start=_last(resolved, "startscript"),
+        start=_last(resolved, "startscript") or (_BASE_START if resolved.has_sif_base else ""),
         help=_help(recipe, resolved),
     )
     texts = [script.text for script in resolved.scripts if script.text]

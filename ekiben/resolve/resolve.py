@@ -14,10 +14,10 @@ from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.formats import oci
-from ekiben.formats.base_config import BASE_ENVIRONMENT
 from ekiben.formats.evaluated import written_path
 from ekiben.formats.layer import File
 from ekiben.resolve.apps import app_environment, app_files
+from ekiben.resolve.base_layer import add_base, add_script
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
 from ekiben.resolve.copies import copied_files, copy_inputs, file_inputs
 from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, StageCopy
@@ -30,7 +30,6 @@ from ekiben.spec.definition import (
     Definition,
     Stage,
     declared_arguments,
-    load_agent,
     parent_argument,
     read_definition,
 )
@@ -310,30 +309,8 @@ class _Images:
         packages = self.apt_lock.of(definition.name, lowest=stage.parent is None)
         locked = {"packages": packages} if packages else {}
         if stage.parent is None:
-            source = load_agent(stage.bootstrap).key_inputs(stage.header)
-            inputs = {
-                "format": KEY_FORMAT,
-                "parent": state.top_key,
-                "kind": "bootstrap",
-                "source": source,
-                **locked,
-                "epoch": epoch,
-                "platform": self.stack.platform,
-            }
-            base = Layer(
-                name=f"{definition.name}-root" if stage.post or stage.files else definition.name,
-                kind="bootstrap",
-                stage=stage,
-                files=(),
-                environment=environment,
-                epoch=epoch,
-                inputs=inputs,
-                scripts=state.scripts,
-            )
-            state = state.add(base)
-            if "config" in source:
-                script = EnvironmentScript("", definition.path, 0, file=BASE_ENVIRONMENT)
-                state, environment = replace(state, environment={}, scripts=(script,)), {}
+            state = add_base(definition, state, locked, self.stack)
+            environment = state.environment
         environment = {**environment, **app_environment(stage.apps)}
         copies = self._stages(definition, state, circle)
         files = self._files_of(definition, stage)
@@ -386,28 +363,8 @@ class _Images:
         """Add the layer that evaluates a script of the environment in those below it. It is a layer of its own, so that
         another script runs no %post again.
         """
-        epoch = self.stack.file.epoch
-        inputs = {
-            "format": KEY_FORMAT,
-            "parent": state.top_key,
-            "kind": "environment",
-            "environment": dict(state.environment),
-            "script": script.text,
-            "epoch": epoch,
-            "platform": self.stack.platform,
-        }
         is_used = name in (self.recipe.name, *(layer.name for layer in state.layers))
-        layer = Layer(
-            name=f"{name}-environment" if is_used else name,
-            kind="environment",
-            stage=None,
-            files=(),
-            environment=state.environment,
-            epoch=epoch,
-            inputs=inputs,
-            scripts=(*state.scripts, script),
-        )
-        return replace(state.add(layer), scripts=layer.scripts)
+        return add_script(f"{name}-environment" if is_used else name, script, state, self.stack)
 
     def _files_of(self, definition: Definition, stage: Stage) -> tuple[File, ...]:
         """Return the files that a stage copies from this machine, after those of its apps."""

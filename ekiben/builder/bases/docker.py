@@ -100,5 +100,5 @@ def entries(
                     ) from error
             readers.append(SquashfsReader(stack.enter_context((staging / f"{number}.squashfs").open("rb"))))
         out = stack.enter_context((staging / "config.squashfs").open("w+b"))
-        readers.append(config_layer(config, readers, out, layer.epoch))
+        readers.append(config_layer(config.files(), readers, out, layer.epoch))
         yield from merged_layer(readers)

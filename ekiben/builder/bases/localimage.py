@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ekiben.builder.base_config import config_layer
+from ekiben.builder.sif_base import sif_files
 from ekiben.core.errors import DefinitionError, FetchError, StoreError
 from ekiben.core.files import open_regular
+from ekiben.formats.base_config import SIF_CONFIG
 
 if TYPE_CHECKING:
     from ekiben.formats.layer import LayerEntry
@@ -87,16 +90,14 @@ def _digest(stream: BinaryIO, info: SifInfo) -> str:
 
 
 def key_inputs(header: Mapping[str, str]) -> dict[str, str]:
-    """Return the digest of the file, whatever its name is."""
-    return {"bootstrap": header["bootstrap"], "digest": header["digest"]}
+    """Return the digest of the file, whatever its name is, and that its scripts hold."""
+    return {"bootstrap": header["bootstrap"], "digest": header["digest"], "config": SIF_CONFIG}
 
 
 def entries(
     layer: Layer, staging: Path, notes: dict[str, Any], sources: PackageSources, log: Callable[[str], None]
 ) -> Iterator[LayerEntry]:
     """Yield the files of the SIF. Raises FetchError when it is another one than the key's."""
-    from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
-
     assert layer.stage is not None
     notes["executor"] = "sif"
     path = Path(layer.stage.header["file"])
@@ -106,8 +107,21 @@ def entries(
             stream = stack.enter_context(open_regular(path))
             if _digest(stream, info) != layer.stage.header["digest"]:
                 raise FetchError(f"{path} was changed since its key was computed", hint="build again")
-            readers = [SquashfsReader(stream, item.offset) for item in info.layers]
-            log(f"{path.name}: {len(readers)} partitions")
-            yield from merged_layer(readers)
-        except (OSError, StoreError) as error:
+            log(f"{path.name}: {len(info.layers)} partitions")
+            yield from sif_entries(stream, info, stack.enter_context((staging / "config.squashfs").open("w+b")), layer)
+        except (OSError, StoreError, ValueError) as error:
             raise FetchError(f"{path}: cannot be read as a base: {error}") from error
+
+
+def sif_entries(stream: BinaryIO, info: SifInfo, out: BinaryIO, layer: Layer) -> Iterator[LayerEntry]:
+    """Yield the files of an open SIF, with those by which its scripts hold, which are written to ``out``.
+
+    Raises StoreError, OSError, ValueError.
+    """
+    from ekiben.formats.changeset import Lower
+    from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
+
+    readers = [SquashfsReader(stream, item.offset) for item in info.layers]
+    files = sif_files(Lower(readers[::-1]))
+    readers.append(config_layer(files, readers, out, layer.epoch))
+    return merged_layer(readers)
