@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ekiben_tasks.generation.smoke import smoke_chat
 
         return smoke_chat(settings, command.recipe_folder(args.config, __file__) / "data" / "sample.jsonl")
-    if settings.form.kind == "template":
-        raise SettingError("setting form.kind: a template needs columns; use `generate`, or another kind")
+    if settings.form.kind in ("template", "text"):
+        raise SettingError(f"setting form.kind={settings.form.kind}: is no question; use `generate`, or another kind")
     check_chat(settings)
     context = _read_context(args.context) if args.context else ""
     adapter_folder.check_source(settings.model, "" if settings.model else settings.adapter, args.base)

@@ -1,4 +1,4 @@
-"""Read the items of a data file: JSON, JSON lines, CSV, TSV, Parquet and Arrow; text files may be compressed."""
+"""Read the items of a data file: JSON, JSON lines, CSV, TSV, Parquet, Arrow and plain text, which may be compressed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError
 
 ADVICE = "save the examples as JSONL in UTF-8, one object per line, or as Parquet"
-_TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
 SUFFIXES = (*_TEXTS, *_TABLES)
 # What Dataset.save_to_disk() writes beside its data.
@@ -22,6 +22,11 @@ _BLANK = b"\xef\xbb\xbf \t\r\n"
 def is_data(file: Path) -> bool:
     """Return whether the name of ``file`` is that of a data file."""
     return _format(file) in SUFFIXES and file.name not in _METADATA
+
+
+def is_text(file: Path) -> bool:
+    """Return whether the name of ``file`` is that of a plain text."""
+    return _format(file) == ".txt"
 
 
 def read_file(file: Path) -> Iterator[tuple[str, Any]]:
@@ -38,6 +43,8 @@ def read_file(file: Path) -> Iterator[tuple[str, Any]]:
             yield from _read_arrow(file)
         elif suffix in (".csv", ".tsv"):
             yield from _read_csv(file, "," if suffix == ".csv" else "\t")
+        elif suffix == ".txt":
+            yield str(file), input_files.read_text(file, ADVICE, max_size=input_files.MAX_JSON)
         elif suffix in _TEXTS:
             yield from _read_list(file) if _holds_list(file, suffix) else _read_lines(file)
         else:

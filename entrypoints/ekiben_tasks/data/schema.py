@@ -46,16 +46,17 @@ _FIELD = re.compile(r"[^\[\].!:]+(\[[^\[\]]+\])*")
 class DatasetFormat:
     """Define the settings ``form``: which kind of examples the data holds, and how they become text."""
 
-    kind: Literal["instruction", "template", "chat"] = option(
+    kind: Literal["instruction", "template", "chat", "text"] = option(
         "instruction",
         "instruction, input and output under Alpaca's headings, or prompt and completion without; template: as below;"
-        " chat: conversations",
+        " chat: conversations; text: plain texts, joined and cut into rows of max_length tokens",
     )
     prompt: str = option(
         "", "template: the prompt, with columns in braces; {answer[text]} reaches inside one, {{ is a brace"
     )
     response: str = option("{output}", "template: the response, in the same way")
     chat: str = option("auto", "chat: auto (the tokenizer's own template, else prompter), prompter, or a Jinja file")
+    column: str = option("text", "text: the column that has it; a .txt file is one text")
 
 
 INSTRUCTION = DatasetFormat()
@@ -121,6 +122,8 @@ def parse_example(item: Any, form: DatasetFormat, *, asked: bool = False) -> Raw
     """
     if isinstance(item, ValueError):
         return str(item)
+    if form.kind == "text" and isinstance(item, str | dict):
+        return _text(item, form.column, asked)
     if not isinstance(item, dict):
         return (
             "is not an object like "
@@ -128,6 +131,7 @@ def parse_example(item: Any, form: DatasetFormat, *, asked: bool = False) -> Raw
                 "instruction": '{"instruction": ..., "output": ...}',
                 "template": "{" + ", ".join(f'"{name}": ...' for name in column_names(form, asked=asked)) + "}",
                 "chat": '{"messages": [{"role": "user", "content": ...}, ...]}',
+                "text": f'{{"{form.column}": ...}}',
             }[form.kind]
         )
     if form.kind == "template":
@@ -152,6 +156,8 @@ def list_unused(item: Any, form: DatasetFormat, *, asked: bool = False) -> list[
         known = _template_columns(form, asked)
     elif form.kind == "chat":
         known = frozenset((*columns, "tools"))
+    elif form.kind == "text":
+        known = frozenset((form.column,))
     else:
         known = frozenset(
             next((name for name in names if item.get(name) is not None), "") for names in _COLUMNS.values()
@@ -174,6 +180,20 @@ def column_names(form: DatasetFormat, *, asked: bool = False) -> list[str]:
     texts = [("form.prompt", form.prompt)] + ([] if asked else [("form.response", form.response)])
     paths = [path for name, text in texts for path in _fields(text, name)]
     return list(dict.fromkeys(path.partition("[")[0] for path in paths))
+
+
+def _text(item: str | Mapping[str, Any], column: str, asked: bool) -> PromptCompletion | str:
+    text = item if isinstance(item, str) else item.get(column)
+    if not isinstance(text, str):
+        missing = text is None and isinstance(item, Mapping)
+        return (
+            f"{column} is missing.{nearest(column, map(str, item))}".rstrip(".")
+            if missing
+            else f"{column} is {text!r}, not text"
+        )
+    if not text.strip():
+        return f"{column} is empty"
+    return PromptCompletion(text, "") if asked else PromptCompletion("", text)
 
 
 def _instruction(item: Mapping[str, Any], asked: bool) -> Instruction | PromptCompletion | str:

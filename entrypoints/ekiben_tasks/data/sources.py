@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ekiben_tasks.data import formats
 from ekiben_tasks.data.schema import (
@@ -30,6 +32,7 @@ from ekiben_tasks.task.errors import TaskError, nearest
 from ekiben_tasks.task.hub import format_hub_error
 from ekiben_tasks.task.settings import warn_renamed
 
+Mixture = Literal["first_exhausted", "all_exhausted"]
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -39,7 +42,8 @@ class Source:
 
     validation_split: the share of its rows kept for evaluation; 1: all. split, eval_split: of a hub data set or a
     folder: what is trained on, and what evaluation takes instead of a share; empty: train and, of a folder, its
-    validation or test files. subset, revision: of a hub data set.
+    validation or test files. subset, revision: of a hub data set. take: only so many rows are read, the first ones,
+    and of a hub data set fetched; 0: all. weight: its share of a mixture of sources.
     """
 
     location: str
@@ -48,6 +52,8 @@ class Source:
     split: str = ""
     eval_split: str = ""
     revision: str | None = None
+    take: int = 0
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,11 @@ def parse_sources(data: Any, validation_split: float) -> list[Source]:
     items = data if isinstance(data, list) else [data]
     if data in (None, "", []) or not items:
         raise TaskError("setting data: is empty; name a hub data set, a folder or a file, such as .jsonl or .parquet")
-    return [_parse_source(item, validation_split) for item in items]
+    sources = [_parse_source(item, validation_split) for item in items]
+    weighted = [source.weight is not None for source in sources if source.validation_split < 1]
+    if any(weighted) and not all(weighted):
+        raise TaskError("setting data: give each source that is trained on a weight, or none")
+    return sources
 
 
 def check_locations(sources: Sequence[Source]) -> bool:
@@ -95,17 +105,24 @@ def check_locations(sources: Sequence[Source]) -> bool:
 
 
 def read_all(
-    sources: Sequence[Source], *, seed: int, skip_bad: bool, form: DatasetFormat = INSTRUCTION
+    sources: Sequence[Source],
+    *,
+    seed: int,
+    skip_bad: bool,
+    form: DatasetFormat = INSTRUCTION,
+    mixture: Mixture = "first_exhausted",
 ) -> SplitExamples:
     """Read every source and split it into training and evaluation examples. skip_bad: leave invalid ones out.
+
+    mixture: when a mixture of sources with weights ends.
 
     Raises:
         TaskError: nothing is found, no example is valid, or one of a local file is not (unless ``skip_bad``).
     """
     check_format(form)
-    examples, digest = SplitExamples(), hashlib.sha256()
+    examples, digest, parts = SplitExamples(), hashlib.sha256(), list[list[RawExample]]()
     for source in sources:
-        selection, evaluation, notes = _open_source(source)
+        selection, evaluation, notes = _open_source(source, form)
         examples.notes += notes
         train = _read_examples(source, selection, form, examples, skip_bad=skip_bad)
         test = _read_examples(source, evaluation, form, examples, skip_bad=skip_bad) if evaluation else []
@@ -114,8 +131,14 @@ def read_all(
         examples.counts[source.location] = examples.counts.get(source.location, 0) + len(train) + len(test)
         if not evaluation:
             train, test = split(train, source.validation_split, seed)
-        examples.train += train
+        parts.append(train)
         examples.test += test
+    if any(source.weight for source in sources):
+        digest.update(
+            json.dumps([[source.weight, len(part)] for source, part in zip(sources, parts, strict=True)]).encode()
+        )
+        parts = _mix(sources, parts, seed, mixture, examples.notes)
+    examples.train = [example for part in parts for example in part]
     plain = sum(isinstance(each, PromptCompletion) for each in (*examples.train, *examples.test))
     if plain and form.kind == "instruction":
         examples.notes.append(f"{plain:,} examples of prompt and completion are trained as one text, without headings")
@@ -136,7 +159,7 @@ def read_prompts(
     Raises TaskError as ``read_all``.
     """
     check_format(form)
-    selection, _, notes = _open_source(source)
+    selection, _, notes = _open_source(source, form)
     if notes and not source.split:
         raise TaskError(
             f"{source.location}: its files are of several splits; name the one to answer:"
@@ -155,7 +178,7 @@ def locate_examples(sources: Sequence[Source], form: DatasetFormat) -> dict[str,
     """
     locations: dict[str, str] = {}
     for source in sources:
-        selection, evaluation, _ = _open_source(source)
+        selection, evaluation, _ = _open_source(source, form)
         for each in (selection, *([evaluation] if evaluation else [])):
             for where, item in _list_items(source, each):
                 example = parse_example(item, form)
@@ -182,6 +205,30 @@ def split(rows: list[RawExample], validation_split: float, seed: int) -> tuple[l
     return train, [rows[index] for index in sorted(chosen)]
 
 
+def _mix(
+    sources: Sequence[Source], parts: Sequence[list[RawExample]], seed: int, mixture: Mixture, notes: list[str]
+) -> list[list[RawExample]]:
+    """Return the examples of ``parts`` in one list, drawn by the sources' weights as interleave_datasets() draws.
+
+    notes: gets a sentence for each source.
+    """
+    import datasets
+
+    used = [(source, part) for source, part in zip(sources, parts, strict=True) if part]
+    total = sum(source.weight or 0 for source, _ in used)
+    tables = [
+        datasets.Dataset.from_dict({"at": [[number, index] for index in range(len(part))]})
+        for number, (_, part) in enumerate(used)
+    ]
+    shares = [(source.weight or 0) / total for source, _ in used]
+    drawn = datasets.interleave_datasets(tables, shares, seed=seed, stopping_strategy=mixture)["at"][:]
+    for number, (source, part) in enumerate(used):
+        indices = [index for which, index in drawn if which == number]
+        drawn_from = f"{len(set(indices)):,} of its {len(part):,}"
+        notes.append(f"{source.location}: {len(indices):,} of {len(drawn):,} rows of the mixture, {drawn_from}")
+    return [[used[number][1][index] for number, index in drawn]]
+
+
 def _parse_source(item: Any, validation_split: float) -> Source:
     if isinstance(item, str) and item:
         return Source(item, validation_split)
@@ -193,7 +240,7 @@ def _parse_source(item: Any, validation_split: float) -> Source:
         warn_renamed("data: {test_share}", "data: {validation_split}")
         item = {"validation_split" if key == "test_share" else key: value for key, value in item.items()}
     hub_keys = ("subset", "revision", "split", "eval_split")
-    known = ("source", "validation_split", *hub_keys)
+    known = ("source", "validation_split", "take", "weight", *hub_keys)
     for key, value in item.items():
         if key not in known:
             raise TaskError(f"setting data: no key '{key}' in a source.{nearest(str(key), known)}")
@@ -204,7 +251,14 @@ def _parse_source(item: Any, validation_split: float) -> Source:
     share = item.get("validation_split", validation_split)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise TaskError(f"setting data: validation_split must be from 0 to 1, not {share!r}")
-    return Source(item["source"], float(share), **{key: item[key] for key in hub_keys if key in item})
+    take, weight = item.get("take", 0), item.get("weight")
+    if isinstance(take, bool) or not isinstance(take, int) or take < 0:
+        raise TaskError(f"setting data: take must be a number of rows (0: all), not {take!r}")
+    if weight is not None and (
+        isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf
+    ):
+        raise TaskError(f"setting data: weight must be above 0, not {weight!r}")
+    return Source(item["source"], float(share), **{key: value for key, value in item.items() if key in known[2:]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +269,13 @@ class _Selection:
     table: Any = None
 
 
-def _open_source(source: Source) -> tuple[_Selection, _Selection | None, list[str]]:
+def _open_source(source: Source, form: DatasetFormat) -> tuple[_Selection, _Selection | None, list[str]]:
     """Return (what is trained on, what evaluation takes if that is no share of it, sentences for the plan)."""
     if is_hub(source.location):
         train = _Selection(table=_load_hub(source, source.split or "train"))
         return train, _Selection(table=_load_hub(source, source.eval_split)) if source.eval_split else None, []
     path = Path(source.location).expanduser()
-    files = _list_files(path)
+    files = _list_files(path, texts=form.kind == "text")
     if not path.is_dir():
         return _Selection(tuple(files)), None, []
     splits = choose_files(path, files, source.split, source.eval_split)
@@ -254,9 +308,22 @@ def _read_examples(
 
 
 def _list_items(source: Source, selection: _Selection) -> Iterator[tuple[str, Any]]:
+    stop = source.take or None
     if selection.table is None:
-        return (pair for file in selection.files for pair in formats.read_file(file))
-    return ((f"{source.location} row {number}", item) for number, item in enumerate(selection.table, 1))
+        return itertools.islice((pair for file in selection.files for pair in formats.read_file(file)), stop)
+    return _read_table(source, itertools.islice(selection.table, stop))
+
+
+def _read_table(source: Source, rows: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a hub data set, which are fetched meanwhile if only some are taken."""
+    for number in itertools.count(1):
+        try:
+            row = next(rows, None)
+        except Exception as error:
+            raise TaskError(format_hub_error(error, source.location, "data set")) from error
+        if row is None:
+            return
+        yield f"{source.location} row {number}", row
 
 
 def _sha256(file: Path) -> str:
@@ -281,12 +348,13 @@ def is_hub(location: str) -> bool:
     return True
 
 
-def _list_files(path: Path) -> list[Path]:
+def _list_files(path: Path, *, texts: bool) -> list[Path]:
     if not path.is_dir():
         input_files.check_regular(path, formats.ADVICE)
         return [path]
     files = sorted(file for file in path.rglob("*") if formats.is_data(file) and not file.is_dir())
     files = [file for file in files if not any(name.startswith(".") for name in file.relative_to(path).parts)]
+    files = [file for file in files if texts or not formats.is_text(file)]  # a README is no data
     if not files:
         raise TaskError(f"{path}: holds no {', '.join(formats.SUFFIXES)} file")
     return files
@@ -297,7 +365,8 @@ def _load_hub(source: Source, split: str) -> Any:
 
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(source.location, source.subset, split=split, revision=source.revision)
+        options: dict[str, Any] = {"streaming": True} if source.take else {}
+        return datasets.load_dataset(source.location, source.subset, split=split, revision=source.revision, **options)
     except Exception as error:
         raise TaskError(format_hub_error(error, source.location, "data set")) from error
 

@@ -80,6 +80,17 @@ def split_example(example: Example, limit: int) -> list[Example]:
     return chunks
 
 
+def join_texts(texts: Sequence[Example], limit: int) -> list[Example]:
+    """Return the tokens of all ``texts``, one after the other, in chunks of ``limit``; all of them are targets.
+
+    These are those of TRL's packing with the strategy "wrapped". Texts in one chunk attend to each other.
+    """
+    if not texts:
+        return []
+    ids = np.concatenate([text.ids for text in texts])
+    return split_example(Example(ids, ((0, len(ids)),)), limit)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rendered:
     """An example as text. responses: [start, end) of what the model has to write, in characters.
@@ -115,7 +126,11 @@ def apply_format(tokenizer: Any, form: DatasetFormat) -> str:
         TaskError: the template's file cannot be read.
     """
     if form.kind != "chat":
-        return {"instruction": "Alpaca's headings", "template": "the settings' own template"}[form.kind]
+        return {
+            "instruction": "Alpaca's headings",
+            "template": "the settings' own template",
+            "text": "plain text, joined and cut",
+        }[form.kind]
     if form.chat == "auto" and tokenizer.chat_template:
         return "the tokenizer's chat template"
     if form.chat in ("auto", "prompter"):

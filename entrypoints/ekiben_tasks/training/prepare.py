@@ -17,7 +17,7 @@ from ekiben_tasks.data.sources import (
     locate_examples,
     read_all,
 )
-from ekiben_tasks.data.tokenize import Example, encode_examples, split_example
+from ekiben_tasks.data.tokenize import Example, encode_examples, join_texts, split_example
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.settings import Settings
 
@@ -72,7 +72,7 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
     Raises:
         TaskError: nothing can be read, an example is invalid (unless ``skip_bad``), or no training example fits.
     """
-    rows = read_all(sources, seed=settings.seed, skip_bad=skip_bad, form=settings.form)
+    rows = read_all(sources, seed=settings.seed, skip_bad=skip_bad, form=settings.form, mixture=settings.mixture)
     limit = min(settings.max_length, context)
     reason = ", all that the model takes," if context < settings.max_length else ""
     kept = []
@@ -80,6 +80,8 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
     last_only: list[RawExample] = []
     for examples in (rows.train, rows.test):
         encoded = _encode(settings, sources, tokenizer, examples, rows if skip_bad else None, last_only)
+        if settings.form.kind == "text":
+            encoded = join_texts(encoded, limit)
         fitting = [example for example in encoded if len(example.ids) <= limit]
         too_long += len(encoded) - len(fitting)
         if settings.long_examples != "drop":
@@ -91,6 +93,8 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
             f"{too_long:,} examples longer than {limit:,} tokens are {done}; what has no target is left out"
         )
         too_long = 0
+    if settings.form.kind == "text":
+        rows.notes.append(f"{len(rows.train):,} texts are joined and cut into rows of {limit:,} tokens")
     if last_only:
         rows.notes.append(
             f"{len(last_only):,} conversations train their last message alone: the chat template changes earlier ones"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ekiben_tasks.data.schema import DatasetFormat, check_format
+from ekiben_tasks.data.sources import Mixture
 from ekiben_tasks.distributed import strategy
 from ekiben_tasks.distributed.options import DeepSpeed
 from ekiben_tasks.models.attention_kernel import AttentionKernel, missing_package
@@ -52,8 +53,11 @@ class Settings:
     bits: Literal[16, 8, 4] = option(16, "of the frozen weights under an adapter; 8 and 4 by bitsandbytes, on a GPU")
     data: object = option(
         SAMPLE,
-        "hub data sets, folders, or files (JSON, JSON lines, CSV, TSV, Parquet, Arrow); or groups {source,"
-        " validation_split, split, eval_split}",
+        "hub data sets, folders, or files (JSON, JSON lines, CSV, TSV, Parquet, Arrow, text); or groups {source,"
+        " validation_split, subset, split, eval_split, revision, take, weight}",
+    )
+    mixture: Mixture = option(  # noqa: RUF009  it makes a field
+        "first_exhausted", "when an epoch of sources with weights ends: at the end of the first one, or of the last one"
     )
     validation_split: float = option(
         0.02, "share of the examples kept for evaluation, where a source does not say", old="test_share"
@@ -201,12 +205,18 @@ def list_unused(settings: Settings, parallel: str) -> list[str]:
     is_split = isinstance(settings.data, list) and all(
         isinstance(item, dict) and {"validation_split", "test_share"} & item.keys() for item in settings.data
     )
+    is_mixture = isinstance(settings.data, list) and any(
+        isinstance(item, dict) and "weight" in item for item in settings.data
+    )
     groups = [
         (settings.method != "lora", ("lora",), f"with method={settings.method}"),
         (settings.method != "last-layer", ("last_layer",), f"with method={settings.method}"),
         (parallel != "deepspeed", ("deepspeed",), f"with parallel={parallel}"),
         (settings.form.kind != "template", ("form.prompt", "form.response"), f"with form.kind={settings.form.kind}"),
         (settings.form.kind != "chat", ("form.chat",), f"with form.kind={settings.form.kind}"),
+        (settings.form.kind != "text", ("form.column",), f"with form.kind={settings.form.kind}"),
+        (settings.form.kind == "text", ("mask_prompt", "long_examples"), "with form.kind=text"),
+        (not is_mixture, ("mixture",), "where no source of the data has a weight"),
         (is_split, ("validation_split",), "where each source of the data has its own"),
     ]
     defaults = {name: value for name, value, _ in options.describe(Settings())}

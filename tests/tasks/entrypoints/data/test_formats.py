@@ -91,7 +91,7 @@ def test_a_saved_data_set_is_read_by_its_splits(tmp_path: Path) -> None:
         ("a.arrow", b"ARROW1\0\0" + b"\0" * 50, "a.arrow: is not an Arrow file"),
         ("a.parquet", b"PAR1" + b"\0" * 50, "a.parquet: is not a Parquet file"),
         ("a.parquet.gz", b"", "a.parquet.gz: its type is unknown; name it .jsonl"),
-        ("a.txt", b"x", "a.txt: its type is unknown; name it .jsonl"),
+        ("a.doc", b"x", "a.doc: its type is unknown; name it .jsonl"),
     ],
 )
 def test_damaged_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:

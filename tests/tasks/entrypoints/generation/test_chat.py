@@ -134,7 +134,7 @@ def test_too_long_conversation_is_reset(
 
 
 def test_prompt_template_is_refused_for_chat(model_dir: Path) -> None:
-    with pytest.raises(SettingError, match=r"form\.kind: a template needs columns"):
+    with pytest.raises(SettingError, match=r"form\.kind=template: is no question"):
         chat.main(["--model", str(model_dir), "--set=form.kind=template", "--set=form.prompt={q}", "質問"])
 
 

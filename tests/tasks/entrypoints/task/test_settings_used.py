@@ -44,6 +44,7 @@ VALUES: dict[str, Any] = {
     "last_layer": ("ln_f",),
     "schedule": "cosine",
     "long_examples": "cut",
+    "mixture": "all_exhausted",
     "gradient_checkpointing": True,
     "compile": True,
     "attention": "math",
@@ -126,7 +127,8 @@ def test_training_reads_every_setting_or_names_it(
     changed = dataclasses.replace(
         Settings(),
         last_layer=("ln_f",),
-        form=DatasetFormat(prompt="{a}", response="{b}", chat="prompter"),
+        form=DatasetFormat(prompt="{a}", response="{b}", chat="prompter", column="c"),
+        mixture="all_exhausted",
         deepspeed=DeepSpeed(stage=2, offload="optimizer", optimizer="torch"),
     )
     sentences = list_unused(changed, "none")
@@ -145,6 +147,11 @@ def test_training_reads_every_setting_or_names_it(
         (
             {"data": [{"source": "a/b", "validation_split": 0.1}], "validation_split": 0.3},
             ["validation_split: not used where each source of the data has its own"],
+        ),
+        ({"mixture": "all_exhausted"}, ["mixture: not used where no source of the data has a weight"]),
+        (
+            {"form": DatasetFormat(kind="text"), "mask_prompt": False, "long_examples": "cut"},
+            ["mask_prompt, long_examples: not used with form.kind=text"],
         ),
     ],
 )
