@@ -34,6 +34,8 @@ from ekiben.core.printable import printable
 SECTIONS = {
     "Build and run": (
         "init",
+        "add",
+        "remove",
         "build",
         "plan",
         "run",

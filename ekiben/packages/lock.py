@@ -350,22 +350,44 @@ def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: A
     }
     if not layers_of:
         return AptLock()
+    asked = {
+        name: [word for layer in layers for word in asked_packages(definitions[layer])]
+        for name, layers in layers_of.items()
+    }
+    packages: dict[str, dict[str, str]] = {}
+    with _apt_for(stack, pins, mirror) as settings:
+        for name, layers in sorted(layers_of.items(), key=lambda item: (len(item[1]), item[0])):
+            chosen = _simulate(settings, asked[name])
+            lower = {package for layer in layers[1:] for package in packages.get(layer, {})}
+            packages[name] = {package: version for package, version in chosen.items() if package not in lower}
+    return AptLock(f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}", packages)
+
+
+def debian_versions(stack: Stack, lists: Iterable[Iterable[str]]) -> list[dict[str, str]]:
+    """Return what apt would install today for each list of names, with all dependencies, as name → version.
+
+    Raises FetchError when the mirror does not answer or lacks one, FileNotFoundError when there is no apt-get.
+    """
+    with _apt_for(stack, stack.apt_lock(), None) as settings:
+        return [_simulate(settings, names) for names in lists]
+
+
+@contextlib.contextmanager
+def _apt_for(stack: Stack, pins: AptLock, mirror: str | None) -> Iterator[dict[str, str]]:
+    """Yield the environment of an apt that knows the stack's suite and has nothing installed."""
     if which("apt-get") is None or which("dpkg") is None:
         raise FileNotFoundError("apt-get")
     sources = apt_sources(stack.file.suite, mirror)
-    packages: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory(prefix="ekiben-apt-") as folder:
         settings = _apt_settings(Path(folder), sources, preferences(pins.packages), stack.arch)
         _apt(settings, "update")
-        for name, layers in sorted(layers_of.items(), key=lambda item: (len(item[1]), item[0])):
-            names = [word for layer in layers for word in asked_packages(definitions[layer])]
-            # What mmdebstrap's minbase is: https://manpages.debian.org/bookworm/mmdebstrap/mmdebstrap.1.en.html
-            stdout = _apt(settings, "install", "--simulate", "?essential", "?priority(required)", "apt", *names)
-            lower = {package for layer in layers[1:] for package in packages.get(layer, {})}
-            packages[name] = {
-                package: version for package, version in sorted(_CHOSEN.findall(stdout)) if package not in lower
-            }
-    return AptLock(f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}", packages)
+        yield settings
+
+
+def _simulate(settings: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    # What mmdebstrap's minbase is: https://manpages.debian.org/bookworm/mmdebstrap/mmdebstrap.1.en.html
+    stdout = _apt(settings, "install", "--simulate", "?essential", "?priority(required)", "apt", *names)
+    return dict(sorted(_CHOSEN.findall(stdout)))
 
 
 def _apt_settings(folder: Path, sources: str, pins: str, arch: str) -> dict[str, str]:

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -96,21 +97,32 @@ class RequirementsFile:
         return "".join(f"{line}\n" for line in (*self.options, *map(_format_requirement, self.requirements)))
 
 
+def is_git(line: str) -> bool:
+    """Return whether a requirement names a git repository."""
+    return _GIT.search(line) is not None
+
+
 def read_requirements(
-    source: Path, sources: SourceFolders, *, is_recipe: bool = False, _above: tuple[Path, ...] = ()
+    source: Path,
+    sources: SourceFolders,
+    *,
+    is_recipe: bool = False,
+    edits: Mapping[Path, str] = MappingProxyType({}),
+    _above: tuple[Path, ...] = (),
 ) -> RequirementsFile:
     """Read requirements.txt, pyproject.toml or an .in file; of a recipe, also git repositories and files after ``-r``
-    and ``-c``, which lie in ``sources``.
+    and ``-c``, which lie in ``sources``. ``edits`` has the text of files that are not written yet.
 
     Raises:
         DefinitionError: something in it is not a package of an index, or cannot be read; an index is a folder outside
             ``sources``, or its URL has a variable of the user's in it.
     """
-    text = read_source(source)
+    text = edits[source] if source in edits else read_source(source)
     is_project = source.suffix == ".toml"
     options, requirements, git = list[str](), list[Requirement](), list[GitRequirement]()
     further: list[tuple[str, RequirementsFile]] = []
-    for number, line in _project_requirements(source, text) if is_project else _list_requirements(text):
+    lines = project_requirements(source, text) if is_project else _list_requirements(text)
+    for number, line in lines:
         if not is_project and (option := _OPTION.fullmatch(line)):
             options.append(_check_option(option, source, number, sources))
         elif is_recipe and not is_project and (other := _FILE.fullmatch(line)):
@@ -119,9 +131,9 @@ def read_requirements(
             if path in (*_above, source) or not path.is_file():
                 problem = "is no file" if not path.is_file() else "names the file that names it"
                 raise DefinitionError(f"{where}: {path} {problem}")
-            file = read_requirements(path, sources, is_recipe=True, _above=(*_above, source))
+            file = read_requirements(path, sources, is_recipe=True, edits=edits, _above=(*_above, source))
             further.append((other["name"], file))
-        elif is_recipe and _GIT.search(line):
+        elif is_recipe and is_git(line):
             git.append(_git_requirement(line, f"{source}:{number}"))
         elif line:
             requirements.append(_requirement(source, number, line))
@@ -187,7 +199,7 @@ def _format_requirement(requirement: Requirement) -> str:
     return f"{canonicalize_name(requirement.name)}{extras}{requirement.specifier}{marker}"
 
 
-def _project_requirements(source: Path, text: str) -> Iterable[tuple[int, str]]:
+def project_requirements(source: Path, text: str) -> Iterable[tuple[int, str]]:
     try:
         project = tomllib.loads(text).get("project", {})
         dynamic, dependencies = project.get("dynamic", ()), project.get("dependencies", ())
@@ -204,8 +216,14 @@ def _project_requirements(source: Path, text: str) -> Iterable[tuple[int, str]]:
 
 
 def _list_requirements(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines with their numbers, as uv has them: a remark ends at its line's end, also after a backslash."""
-    first, joined = 0, ""
+    return ((span.start, line) for span, line in requirement_lines(text))
+
+
+def requirement_lines(text: str) -> Iterator[tuple[range, str]]:
+    """Yield the lines of a list with the numbers of the text's lines that each takes, as uv has them: a remark ends at
+    its line's end, also after a backslash.
+    """
+    first, joined, number = 1, "", 0
     for number, line in enumerate(text.splitlines(), 1):
         first = first if joined else number
         bare = re.sub(r"(^|\s)#.*", "", line)
@@ -213,9 +231,10 @@ def _list_requirements(text: str) -> Iterator[tuple[int, str]]:
         if bare == line and bare.endswith("\\"):
             joined = joined[:-1] + " "
             continue
-        yield first, joined.strip()
+        yield range(first, number + 1), joined.strip()
         joined = ""
-    yield first, joined.strip()
+    if joined:
+        yield range(first, number + 1), joined.strip()
 
 
 def _requirement(source: Path, number: int, line: str) -> Requirement:

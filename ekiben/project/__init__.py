@@ -1,5 +1,6 @@
 """User recipes, in folders outside this repository.
 
+add         packages that are added to a recipe, or removed
 create      a new recipe's folder, from the files in template/
 dockerfile  a new recipe's folder, from a Dockerfile
 explain     why requirements do not go with the layers below, and what would work
@@ -8,4 +9,4 @@ lock_bases  the images of registries that definitions name by a tag, with digest
 sources     packages without a wheel in that lock: how each gets one
 """
 
-__all__ = ["create", "dockerfile", "explain", "lock", "lock_bases", "sources"]
+__all__ = ["add", "create", "dockerfile", "explain", "lock", "lock_bases", "sources"]

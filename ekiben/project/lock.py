@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -21,7 +21,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
 from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
-from ekiben.packages.requirements import read_requirements
+from ekiben.packages.requirements import RequirementsFile, read_requirements
 from ekiben.project.explain import Alternative, find_constraints, find_held_back, find_ways_out
 from ekiben.project.sources import Resolution, SourceSettings, resolve_packages
 from ekiben.spec.definition import Definition, read_definition
@@ -71,6 +71,14 @@ def find_local_recipe(name: str, included: Iterable[Path] = ()) -> Recipe | None
     return read_recipe(folder, included) if (folder / "recipe.yaml").is_file() else None
 
 
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """New texts of files of a recipe, which are written when they are locked; not with ``is_dry``, nor the lock."""
+
+    files: Mapping[Path, str] = field(default_factory=dict)
+    is_dry: bool = False
+
+
 def lock_recipe(
     recipe: Recipe,
     *,
@@ -78,6 +86,7 @@ def lock_recipe(
     keep: bool = False,
     arch: str | None = None,
     settings: SourceSettings | None = None,
+    edits: Edits | None = None,
 ) -> Iterator[str]:
     """Lock the packages of a recipe's own top layer; yields a line for each change.
 
@@ -86,6 +95,7 @@ def lock_recipe(
         keep: keep each locked version that still fits, rather than take today's.
         arch: lock for this architecture only (default: amd64, and those that have a lock already).
         settings: how packages without a wheel get one (default: they are refused).
+        edits: what the requirements will say (default: what they say).
 
     Raises:
         UsageError: the recipe has no layer or no requirements of its own, or these ask for nothing new.
@@ -94,8 +104,8 @@ def lock_recipe(
         LockMismatchError: ``check``, and the lock is out of date.
         LayerError, EngineError: a package without a wheel could not be built.
     """
-    settings = settings or SourceSettings(only_binary=True)
-    source = _requirements_of(recipe)
+    settings, edits = settings or SourceSettings(only_binary=True), edits or Edits()
+    source = requirements_of(recipe, edits.files)
     recipe.sources.check(source)
     asked_by = str(recipe.folder / "recipe.yaml")
     stack = find_stack(recipe.file.stack, recipe.image_folders, asked_by=asked_by, sources=recipe.sources)
@@ -111,55 +121,79 @@ def lock_recipe(
         for name in stack.file.architectures
         if arch_lock(shared, name) != shared and arch_lock(shared, name).exists()
     ]
+    checked = read_requirements(source, recipe.sources, is_recipe=True, edits=edits.files)
     locked: dict[Path, str] = {}
     changes: list[str] = []
     for name in [arch] if arch else ["amd64", *further]:
         bound = replace(stack, arch=name)
-        lines = list(_lock_for(recipe, source, bound, locked, settings=settings, keep=check or keep))
+        lines = list(_lock_for(recipe, checked, bound, locked, settings=settings, keep=check or keep))
         yield from lines
         changes += lines
-    sums, written, needless = recipe.folder / SUMS, dict[Path, str](), list[Path]()
-    for target, text in locked.items() if not check else ():
+    written, needless = _differing(shared, {} if check else locked)
+    sums = recipe.folder / SUMS
+    text = _format_sums(recipe, checked, stack, {**edits.files, **written}, needless)
+    if check:
+        if changes or _read(sums) != text:
+            raise LockMismatchError(
+                f"{shared} differs from the resolution of {source.name} on the layers below",
+                hint=f"{command_name()} lock {shlex.quote(str(recipe.folder))} --keep",
+            )
+    elif not edits.is_dry:
+        write_files({**edits.files, **written, sums: text})
+        for path in needless:
+            path.unlink(missing_ok=True)
+    if not changes:
+        yield f"{recipe.name}: up to date"
+
+
+def _differing(shared: Path, locked: Mapping[Path, str]) -> tuple[dict[Path, str], list[Path]]:
+    """Return which of the locked files have another text than on the disk, and which are not needed."""
+    written, needless = dict[Path, str](), list[Path]()
+    for target, text in locked.items():
         common = shared if target.suffix == shared.suffix else sources_file(shared)
         if not text or (target != common and text == locked.get(common, _read(common))):
             needless.append(target)
         elif text != _read(target):
             written[target] = text
+    return written, needless
+
+
+def _format_sums(
+    recipe: Recipe, checked: RequirementsFile, stack: Stack, texts: Mapping[Path, str], needless: Collection[Path]
+) -> str:
+    """Return SHA256SUMS as it is right once ``texts`` are written and ``needless`` files are gone."""
+    source, *read = checked.files
+    shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
     locks = [
         path
-        for lock in (shared, *(arch_lock(shared, name) for name in stack.file.architectures))
+        for lock in dict.fromkeys((shared, *(arch_lock(shared, name) for name in stack.file.architectures)))
         for path in (lock, sources_file(lock))
-        if path in written or (path.exists() and path not in needless)
+        if path in texts or (path.exists() and path not in needless)
     ]
-    read = [path for path in read_requirements(source, recipe.sources, is_recipe=True).files if path != source]
     home = follow(recipe.folder)
-    inside = [recipe.folder / path.relative_to(home) for path in read if path.is_relative_to(home)]
+    inside = {recipe.folder / path.relative_to(home): path for path in read if path.is_relative_to(home)}
     names = dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *inside, *locks))
-    text = format_sums(recipe.folder, names, written)
-    if not check:
-        write_files({**written, sums: text})
-        for path in needless:
-            path.unlink(missing_ok=True)
-    elif changes or _read(sums) != text:
-        raise LockMismatchError(
-            f"{shared} differs from the resolution of {source.name} on the layers below",
-            hint=f"{command_name()} lock {shlex.quote(str(recipe.folder))} --keep",
-        )
-    if not changes:
-        yield f"{recipe.name}: up to date"
+    real = {path: texts[end] for path, end in inside.items() if end in texts}
+    return format_sums(recipe.folder, names, {**texts, **real})
 
 
 def _lock_for(
-    recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str], *, settings: SourceSettings, keep: bool
+    recipe: Recipe,
+    checked: RequirementsFile,
+    stack: Stack,
+    locked: dict[Path, str],
+    *,
+    settings: SourceSettings,
+    keep: bool,
 ) -> Iterator[str]:
     """Lock for the stack's architecture, into ``locked``: file → text; yields a line for each change.
 
     Another than amd64 keeps its versions.
     """
+    source = checked.files[0]
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
     target, old = arch_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
     below = read_below(recipe, stack)
-    checked = read_requirements(source, recipe.sources, is_recipe=True)
     _check_compiled(source, checked.requirements, below)
     kept = (old if keep else "") if target == shared else locked.get(shared, _read(shared))
     known = read_sources(sources_file(lock_for(shared, stack.arch)))
@@ -205,7 +239,11 @@ def _read(path: Path) -> str:
     return read_source(path, default="")
 
 
-def _requirements_of(recipe: Recipe) -> Path:
+def requirements_of(recipe: Recipe, edits: Collection[Path] = ()) -> Path:
+    """Return the list of a recipe's requirements, which may be among the files that are not written yet.
+
+    Raises UsageError when it has none, or no layer of its own.
+    """
     if not (recipe.folder / "images" / f"{recipe.file.layer}.def").is_file():
         raise UsageError(
             f"recipe '{recipe.name}' adds no layer of its own: {recipe.folder / 'images' / recipe.file.layer}.def is"
@@ -213,7 +251,7 @@ def _requirements_of(recipe: Recipe) -> Path:
             hint=f"`{command_name()} init NAME` creates a recipe with such a layer, to copy it from",
         )
     for name in REQUIREMENTS:
-        if (path := recipe.folder / name).is_file():
+        if (path := recipe.folder / name).is_file() or path in edits:
             return path
     convert = next((command for name, command in _CONVERTED if (recipe.folder / name).is_file()), None)
     raise UsageError(f"{recipe.folder}: has no {' or '.join(REQUIREMENTS)} to lock", hint=convert)
@@ -225,7 +263,7 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
     Raises:
         DefinitionError: a definition is wrong, or a lock file below is missing.
     """
-    definitions = _definitions_below(recipe, stack)
+    definitions = definitions_below(recipe, stack)
     by_layer, compiled = dict[str, str](), dict[str, str]()
     for definition in definitions:
         for stage in definition.stages:
@@ -249,7 +287,7 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
     return Below(tuple(item.name for item in definitions), pins, compiled, absent, by_layer)
 
 
-def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
+def definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
     """Return the definitions below the recipe's top layer, lowest first."""
     known = {path.stem: path for folder in reversed(recipe.image_folders) for path in sorted(folder.glob("*.def"))}
     arguments = {

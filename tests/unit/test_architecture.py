@@ -249,6 +249,7 @@ READ_OTHERWISE = {
     "packages/sources.py _read_project archive.open": "an entry of an archive, read up to a limit",
     "packages/sources.py choose_archive out.read_text": "written by uv, which this process started",
     "project/sources.py read_built archive.open": "an entry of an archive, read up to a limit",
+    "packages/edit_requirements.py edit_project project.read_text": "written by uv, which this process started",
     "packages/requirements.py compile_lock out.read_text": "written by uv, which this process started",
     "project/create.py create_recipe source.read_text": "the program's own templates",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",

@@ -1,0 +1,32 @@
+"""Add packages to a recipe, and lock it.
+
+requirements.txt or pyproject.toml gets a line, or the layer's definition file with --apt; versions that are locked
+stay. Where locking fails, every file stays as it was. FOLDER is the recipe's (default: this one).
+
+\b
+Examples:
+  ekiben add humanize
+  ekiben add 'rich>=13' 'datasets[audio]' ./mine
+  ekiben add 'tools @ git+https://git.example.org/lab/tools@main'
+  ekiben add --apt ffmpeg git
+  ekiben add --dry-run trl                  what would be locked
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ekiben.cli.commands._packages import change_packages, package_options
+from ekiben.cli.context import Context
+from ekiben.cli.options import Command
+from ekiben.project.add import add_requirements
+
+
+@click.command("add", cls=Command, help=__doc__)
+@package_options
+@click.pass_obj
+def command(context: Context, /, arguments: tuple[str, ...], **options: Any) -> None:
+    """Edit, lock, and print what changed."""
+    change_packages(context, arguments, add_requirements, **options)
