@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from ekiben.core.errors import EkibenError, StoreError, UsageError, nearest
-from ekiben.core.process import quoted
+from ekiben.core.process import name_exit, quoted
 from ekiben.run.containers import Inspection, Instance, Result, Runtime
 from ekiben.run.contract import gives_gpus
 
@@ -56,7 +56,7 @@ class ExecutionError(EkibenError):
         """Say which program, and its last lines."""
         self.result = result
         output = "\n".join((result.stderr or result.stdout).rstrip().splitlines()[-15:])
-        super().__init__(f"exit code {result.exit_code}: {quoted(argv)}\n{output}".rstrip())
+        super().__init__(f"{name_exit(result.exit_code)}: {quoted(argv)}\n{output}".rstrip())
 
 
 @dataclass(frozen=True, slots=True)

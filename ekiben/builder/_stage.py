@@ -290,4 +290,4 @@ def _describe_failure(
             f"stage {stage.name}: the compiler was killed for lack of memory, alone as it was; allowed are "
             f"{memory / GIB:.1f} GiB. {kept} Its last lines:\n{log.tail()}"
         )
-    return log.failure(stage, error.returncode) + (f"\n{kept}" if compilation.done else "")
+    return log.failure(stage, error) + (f"\n{kept}" if compilation.done else "")

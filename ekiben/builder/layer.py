@@ -9,15 +9,19 @@ import contextlib
 import hashlib
 import io
 import os
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ekiben.builder._written import show_written
 from ekiben.builder.base_config import LABELS_FILE, read_labels, with_inherited
 from ekiben.builder.bases import load_base
 from ekiben.builder.environment import Evaluation, environment_files, environment_of
+from ekiben.builder.failed_line import ScriptWatch, shell_of
 from ekiben.builder.plan import BuildContext
 from ekiben.builder.sif_base import base_scripts, known_environment
 from ekiben.core.command_name import command_name
@@ -26,9 +30,21 @@ from ekiben.core.environment import build_environment
 from ekiben.core.errors import EngineError, LayerError, LockMismatchError, VerifyError
 from ekiben.core.files import make_folders
 from ekiben.core.paths import BUILD_MOUNT
-from ekiben.core.process import describe_exit
+from ekiben.core.printable import printable
+from ekiben.core.process import describe_exit, interact, name_exit
 from ekiben.core.progress import Progress
-from ekiben.executors import SOURCED, Executor, Job, JobFailed, Script, choose, write_run_script
+from ekiben.executors import (
+    DEBUG_SCRIPT,
+    SOURCED,
+    Executor,
+    Job,
+    JobFailed,
+    OnFailure,
+    Script,
+    ShellCommand,
+    choose,
+    write_run_script,
+)
 from ekiben.formats.base_config import SIF_ENVIRONMENT
 from ekiben.formats.changeset import file_entries
 from ekiben.formats.evaluated import Evaluated, written_path
@@ -52,6 +68,13 @@ WRITES = {
 ENVIRONMENT_LINKS = ("/environment", "/.singularity.d/env/90-environment.sh")
 LogLine = Callable[[str], None]
 LAST_LINES = 40  # of a script that failed, in the error
+_COMMAND_LINES = 6  # of the command that failed
+# The same variables as the script's, and an interactive shell.
+_DEBUG = f"""cd /
+exec env -i TERM={{term}} /bin/sh -c '. /{BUILD_MOUNT}/environment
+command -v bash >/dev/null && exec bash --norc -i
+exec /bin/sh -i'
+"""
 
 
 class LayerBuilder:
@@ -180,7 +203,7 @@ class LayerBuilder:
                     notes["labels"] = labels
                 yield entries
             except JobFailed as error:
-                raise LayerError(log.failure(layer, error.returncode)) from error
+                raise LayerError(log.failure(layer, error)) from error
 
     def _evaluate(self, layer: Layer, lower: Sequence[StoredLayer], staging: Path) -> Evaluated:
         """Return what the scripts of the environment set in the layers below. Raises LayerError, EngineError."""
@@ -247,7 +270,7 @@ class LayerBuilder:
             environment = {**environment, **mount_repositories(step.stage.arguments, mount)}
         left_out = LeftOut()
         with self._below(lower) as below:
-            files = resolve_destinations(files, below)
+            files, shell = resolve_destinations(files, below), shell_of(below)
             if isinstance(step, BuildStage):
                 _refuse_shared_folders(step, below)
         for file in files:
@@ -255,11 +278,12 @@ class LayerBuilder:
                 left_out.add(path)
         known = environment_of(step.environment, lower, self.store)
         variables = {**known, **build_environment(step.epoch), **environment, **(settings or {})}
+        watch = ScriptWatch(mount, shell, step.stage.shell or SOURCED, has_bash_env="BASH_ENV" in variables)
         script = Script(
             step.name,
             step.stage.post,
             variables,
-            command=step.stage.shell or SOURCED,
+            command=watch.command,
             is_isolated=source is not None,
         )
         links: tuple[str, ...] = ()
@@ -269,7 +293,11 @@ class LayerBuilder:
         job = prepare_job(script, lower, self.store, staging, files=files, log=log)
         if links:
             (staging / "mount/files.tar").write_bytes(_files_tar(files, links))
-        with self._below(lower) as below, executor.execute(job) as changes:
+        if self.options.debug:
+            job = replace(job, on_failure=self._shell_for(step, watch, mount, log))
+        # A compilation shows its units.
+        shown = contextlib.nullcontext() if isinstance(step, BuildStage) else show_written(job, self.progress)
+        with self._below(lower) as below, watch, shown, executor.execute(job) as changes:
             if step.cache_key == self._last_script:
                 self.store.remove_finished()
             entries = normalize(changes, below, epoch=step.epoch, left_out=left_out)
@@ -277,6 +305,24 @@ class LayerBuilder:
         for line in left_out.lines():
             log(line)
             self.progress.log(f"{step.name}: {line}")
+
+    def _shell_for(self, step: Layer | BuildStage, watch: ScriptWatch, mount: Path, log: LogLine) -> OnFailure:
+        """Return what opens a shell in the half-built layer of ``step``, and write what the shell begins with."""
+        (mount / DEBUG_SCRIPT).write_text(_DEBUG.format(term=shlex.quote(os.environ.get("TERM", "dumb"))), "utf-8")
+
+        def open_shell(code: int, command: ShellCommand) -> None:
+            if isinstance(step, BuildStage) and code in (137, -9):  # it may be tried again with fewer compilers
+                return
+            error = JobFailed(code)
+            error.command = watch.failed()
+            for line in describe_failure(step, error).splitlines():
+                self.progress.log(line)
+            self.progress.log("a shell in the half-built layer; `exit` ends it, and the layer is removed")
+            with self.progress.paused():
+                ended = interact(command.argv, env=command.environment, pass_fds=command.pass_fds)
+            log(f"the shell of --debug ended with {name_exit(ended)}")
+
+        return open_shell
 
     @contextlib.contextmanager
     def _below(self, lower: Sequence[StoredLayer]) -> Iterator[Lower]:
@@ -437,7 +483,23 @@ class Log:
         """Return the last lines, and where the complete log is."""
         return "\n".join(f"  {line}" for line in self._last) + f"\nthe whole log: {self.path}"
 
-    def failure(self, step: Layer | BuildStage, returncode: int) -> str:
-        """Return the error of a step that ended with ``returncode``, with its last lines."""
-        where = f"%post of {step.name}" + (f" ({step.stage and step.name.split('.')[0]}.def)" if step.stage else "")
-        return f"{where} {describe_exit(returncode)}. Its last lines:\n{self.tail()}"
+    def failure(self, step: Layer | BuildStage, error: JobFailed) -> str:
+        """Return the error of a step whose script failed, with its last lines."""
+        return f"{describe_failure(step, error)}\nIts last lines:\n{self.tail()}"
+
+
+def describe_failure(step: Layer | BuildStage, error: JobFailed) -> str:
+    """Return where a step's %post failed and how, and the command."""
+    stage, failed = step.stage, error.command
+    file, number = f"{step.name.split('.')[0]}.def", 0
+    if stage and stage.path and failed and failed.line <= len(stage.post_numbers):
+        file, number = str(stage.path), stage.post_numbers[failed.line - 1]
+    where = f" ({file}{f':{number}' if number else ''})" if stage else ""
+    summary = f"%post of {step.name}{where} {describe_exit(error.returncode)}"
+    if failed is None:
+        return f"{summary}."
+    lines = failed.text.splitlines()
+    if len(lines) > _COMMAND_LINES:
+        lines = [*lines[: _COMMAND_LINES - 1], f"… ({len(lines) - _COMMAND_LINES + 1} more lines)"]
+    label = "The last command that failed:" if failed.is_last_failure else "The command:"
+    return "\n".join([f"{summary}. {label}", *(f"  {printable(line)}" for line in lines)])

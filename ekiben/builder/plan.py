@@ -71,7 +71,8 @@ class StageAction:
 class Options:
     """Options of building missing layers.
 
-    ``sources`` replaces the site's mirrors and indexes; ``registry`` has layers by key.
+    ``sources`` replaces the site's mirrors and indexes; ``registry`` has layers by key. ``debug``: a %post
+    that fails opens a shell on this terminal.
     """
 
     engine: str = "auto"
@@ -79,6 +80,7 @@ class Options:
     locked: bool = False
     sources: PackageSources | None = None
     registry: str | None = None
+    debug: bool = False
 
 
 @dataclass(frozen=True, slots=True)

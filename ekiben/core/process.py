@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,16 +31,26 @@ def set_trace(trace: Trace) -> None:
     _trace = trace
 
 
+def name_exit(code: int) -> str:
+    """Return "exit code 1", or "signal SIGTERM": a shell adds 128 to the number of the signal that ended a program."""
+    name = _signal_of(code)
+    return f"signal {name}" if name else f"exit code {code}"
+
+
 def describe_exit(code: int) -> str:
-    """Return how a program ended that failed: a shell adds 128 to the number of the signal that ended one."""
-    number = -code if code < 0 else code - 128
-    try:
-        name = signal.Signals(number).name if number > 0 else ""
-    except ValueError:
-        name = ""
+    """Return how a program ended that failed."""
+    name = _signal_of(code)
     if not name:
         return f"failed with exit code {code}"
     return f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _signal_of(code: int) -> str:
+    number = -code if code < 0 else code - 128
+    try:
+        return signal.Signals(number).name if number > 0 else ""
+    except ValueError:
+        return ""
 
 
 class ProcessError(EkibenError):
@@ -47,7 +58,8 @@ class ProcessError(EkibenError):
 
     def __init__(self, argv: Argv, returncode: int, stderr: str) -> None:
         self.returncode, self.stderr = returncode, stderr
-        super().__init__(f"command failed with exit code {returncode}: {quoted(argv)}\n{_last_lines(stderr)}".rstrip())
+        end = describe_exit(returncode)
+        super().__init__(f"command {end}: {quoted(argv)}\n{_last_lines(stderr)}".rstrip())
 
 
 def quoted(argv: Argv) -> str:
@@ -138,6 +150,23 @@ def stream(
         except BaseException:
             _end_group(child)
             raise
+
+
+def interact(argv: Argv, *, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()) -> int:
+    """Run a program on this terminal, and return its exit code: 127 where it does not start. Ctrl-C is the program's
+    own.
+
+    ``pass_fds``: descriptors that it inherits.
+    """
+    _trace(f"+ {quoted(argv)}")
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)  # SIG_IGN would be inherited
+    try:
+        return subprocess.run([os.fspath(word) for word in argv], env=env, pass_fds=pass_fds, check=False).returncode
+    except OSError as error:
+        print(f"{os.fspath(argv[0])}: {error.strerror}", file=sys.stderr)
+        return 127
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

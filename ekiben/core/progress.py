@@ -35,6 +35,11 @@ class Progress:
         self._title, self._noted = "", 0.0
         self._shown: deque[str] = deque(maxlen=_SHOWN)
 
+    @property
+    def is_live(self) -> bool:
+        """Return whether a step is shown live, on a terminal."""
+        return self._live
+
     def log(self, line: str) -> None:
         """Print a line, above what is live."""
         line = printable(line)
@@ -61,6 +66,19 @@ class Progress:
             self.log(f"  {line}")
         elif self._display is not None and line.strip():
             self._shown.append(printable(line.rstrip()))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the terminal to the block."""
+        display = self._display
+        if display is None:
+            yield
+            return
+        display.stop()
+        try:
+            yield
+        finally:
+            display.start()
 
     def count(self, size: int) -> None:
         """Advance the step's bar by ``size`` bytes."""

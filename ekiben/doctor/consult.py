@@ -17,7 +17,7 @@ from ekiben.core.environment import host_arch
 from ekiben.core.errors import EngineError, StoreError, VerifyError
 from ekiben.core.files import read_yaml
 from ekiben.core.paths import PROJECT_ROOT
-from ekiben.core.process import run
+from ekiben.core.process import name_exit, run
 from ekiben.doctor.findings import CheckedImage, Finding, Rule, Section
 from ekiben.doctor.image_requirements import ImageRequirements, requirements_of_layers, requirements_of_sif
 from ekiben.doctor.machine import build_host, node_here, runtime_of, runtimes_here
@@ -93,7 +93,9 @@ def ask_task(target: Target, argv: Sequence[str], environment: Mapping[str, str]
     done = run(ready.argv, env=ready.environment, check=False)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        return Finding("warning", "memory", f"{task} --dry-run ended with exit code {done.returncode}: {''.join(last)}")
+        return Finding(
+            "warning", "memory", f"{task} --dry-run ended with {name_exit(done.returncode)}: {''.join(last)}"
+        )
     if not (match := _EXPECTED.search(done.stdout)):
         return Finding("info", "memory", f"{task} --dry-run does not print the memory")
     return float(match[1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ekiben.core.errors import UsageError, nearest
-from ekiben.core.process import run, which
+from ekiben.core.process import name_exit, run, which
 from ekiben.run.image import RECIPE_FOLDER, NamedImage, RequiredSignature, read_in_sif, shipped_recipe
 from ekiben.run.launch import RunRequest, Target, launch
 
@@ -143,11 +143,11 @@ def try_arguments(
         try_arguments(sif, replace(task, gpus=PlannedGpus(gpus.count)), environment, log, signature)
     elif done.returncode and task.earlier and done.returncode not in _CONCLUSIVE:
         log(
-            f"warning: {shown} ended with exit code {done.returncode}, and a task before it may write what it lacks:"
+            f"warning: {shown} ended with {name_exit(done.returncode)}, and a task before it may write what it lacks:"
             f" {' '.join(lines)}"
         )
     elif done.returncode:
         raise UsageError(
-            "\n".join([f"{shown} ended with exit code {done.returncode}:", *lines]),
+            "\n".join([f"{shown} ended with {name_exit(done.returncode)}:", *lines]),
             hint="--force submits without trying the arguments",
         )

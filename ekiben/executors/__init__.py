@@ -24,6 +24,7 @@ from ekiben.core import plugins
 from ekiben.core.decisions import is_logging, log_decision
 from ekiben.core.errors import EngineError
 from ekiben.core.paths import BUILD_MOUNT, ENGINE_SETUP
+from ekiben.core.process import Argv
 from ekiben.core.process_name import has_ended, process_name
 from ekiben.formats.layer import decode_name
 from ekiben.formats.oci import LayerSource
@@ -56,7 +57,9 @@ _END = b"EKIBEN END"
 FIND_MARKED = ("/bin/sh", "-c", f'find "$0" {shlex.join(_MARKED)} -print0 && printf "{_END.decode()}\\0"')
 
 
+DEBUG_SCRIPT = "debug.sh"  # in a job's folder
 SOURCED = '. "$0"'  # by the shell that has the variables
+FEED = "feed"  # the pipe in a job's folder from which a shell reads a script line by line (ekiben.builder.failed_line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,18 @@ class Script:
     is_isolated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ShellCommand:
+    """A command that opens a shell on this terminal, its environment and the descriptors that it inherits."""
+
+    argv: Argv
+    environment: Mapping[str, str] | None = None
+    pass_fds: Sequence[int] = ()
+
+
+OnFailure = Callable[[int, ShellCommand], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A script to run as root on a stack of layers, bottom first.
@@ -81,7 +96,8 @@ class Job:
     ``mount`` is a host folder that appears at /run/ekiben (it holds run.sh), ``cache`` one that appears at
     /run/ekiben/cache; ``scratch`` is a folder for the executor's own use that goes
     away afterwards; ``staging`` is where those of other builds are, too. Without ``has_network`` the script reaches
-    nothing, not even this machine.
+    nothing, not even this machine. ``on_failure`` is called with the exit code of a script that failed, and a command
+    that opens DEBUG_SCRIPT on this terminal in what it left.
     """
 
     name: str
@@ -92,14 +108,27 @@ class Job:
     staging: Path
     log: Callable[[str], None]
     has_network: bool = True
+    on_failure: OnFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCommand:
+    """A command of a script: its first line, counted from 1, and its text. ``is_last_failure``: commands that did not
+    fail may have run after it.
+    """
+
+    line: int
+    text: str
+    is_last_failure: bool = False
 
 
 class JobFailed(Exception):
-    """A script ended with an exit code other than 0."""
+    """A script ended with an exit code other than 0; ``command`` is what failed in it, where it is known."""
 
     def __init__(self, returncode: int) -> None:
         super().__init__(f"exit code {returncode}")
         self.returncode = returncode
+        self.command: FailedCommand | None = None
 
 
 class Executor(Protocol):
@@ -329,13 +358,18 @@ def write_run_script(mount: Path, script: Script) -> None:
 
 
 __all__ = [
+    "DEBUG_SCRIPT",
+    "FEED",
     "SOURCED",
     "Changes",
     "Executor",
+    "FailedCommand",
     "Job",
     "JobFailed",
+    "OnFailure",
     "Runtime",
     "Script",
+    "ShellCommand",
     "apptainer",
     "by_preference",
     "check_name",

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ekiben.core.process import Argv, run, search_path, which
+from ekiben.core.process import Argv, name_exit, run, search_path, which
 from ekiben.formats.layer import Entry, write_entries
 
 # No index, no metacopy: they change what is in the upper directory. Of redirects, userxattr makes none.
@@ -52,7 +52,7 @@ def mount_lines(lower: Sequence[tuple[Path, int]], libexec: str) -> list[str]:
     for name, (path, offset) in zip(names, lower, strict=True):
         serve = shlex.join([program, "-f", "-o", f"ro,offset={offset}", str(path), name])
         lines += [
-            f"mkdir {name}",
+            f"mkdir -p {name}",
             # In the foreground, for a daemon of its own would outlive a build that is killed.
             f"setpriv --pdeathsig KILL {serve} >/dev/null &",
             'served="$served $!"',
@@ -107,7 +107,7 @@ def _try_out(folder: Path, libexec: str) -> str | None:
             done = run(as_root(["/bin/sh", "-c", "\n".join(lines)]), check=False)
             run(as_root(["find", trial, "-mindepth", "1", "-delete"]), check=False)
         messages = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        _tried[device] = (messages or [f"exit code {done.returncode}"])[0] if done.returncode else None
+        _tried[device] = (messages or [name_exit(done.returncode)])[0] if done.returncode else None
     return _tried[device]
 
 

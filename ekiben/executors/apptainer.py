@@ -25,11 +25,13 @@ from ekiben.core.owner import is_abandoned
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import Argv, piped, quoted, run, stream, which
 from ekiben.executors import (
+    DEBUG_SCRIPT,
     FIND_MARKED,
     TAR_OF_UPPER,
     Changes,
     Job,
     JobFailed,
+    ShellCommand,
     check_tools,
     marked_folders,
     shared_packages,
@@ -158,8 +160,17 @@ def _execute(job: Job, overlay: Path, is_fuse: bool) -> None:
         partitions = [] if is_fuse else [layer.partition() for layer in job.lower]
         paths, handles = program_files((item.path for item in partitions), stack)
         squashfs = [(path, item.offset) for path, item in zip(paths, partitions, strict=True)]
-        argv = _with_overlays(job, overlay) if is_fuse else _with_kernel_mounts(job, overlay, squashfs)
-        code = stream(argv, log, env=_environment(), pass_fds=handles)
+
+        def argv(name: str) -> Argv:
+            script = f"/{BUILD_MOUNT}/{name}"
+            if is_fuse:
+                return _with_overlays(job, overlay, script)
+            return _with_kernel_mounts(job, overlay, squashfs, script)
+
+        code = stream(argv("run.sh"), log, env=_environment(), pass_fds=handles)
+        if code and job.on_failure is not None:
+            _prepare_again(job, overlay, is_fuse)
+            job.on_failure(code, ShellCommand(argv(DEBUG_SCRIPT), _environment(), handles))
     if code and refused and os.geteuid():
         _check_capabilities(job, refused[-1])
     if code:
@@ -183,7 +194,17 @@ def _check_capabilities(job: Job, line: str) -> None:
             )
 
 
-def _with_overlays(job: Job, overlay: Path) -> Argv:
+def _prepare_again(job: Job, overlay: Path, is_fuse: bool) -> None:
+    """Let the same overlay be mounted once more: the kernel refuses one that was volatile."""
+    if is_fuse:
+        for link in job.scratch.glob("layer*"):
+            link.unlink()
+        return
+    argv: Argv = ["find", overlay / "work/work/incompat", "-delete"]
+    run(argv if os.geteuid() == 0 else as_root(argv), check=False)
+
+
+def _with_overlays(job: Job, overlay: Path, script: str) -> Argv:
     """Mount overlays, each on the one before.
 
     Their names are relative: the option ends a path at ',' and ':', without an escape.
@@ -194,20 +215,20 @@ def _with_overlays(job: Job, overlay: Path) -> Argv:
         (job.scratch / f"layer{number}").symlink_to(path.absolute())
         argv += ["--overlay", f"layer{number}:ro"]
     # With a second overlay Apptainer 1.4 mounts its own passwd and group, and no package can then add a user.
-    enter = f"umount /etc/passwd /etc/group 2>/dev/null; exec /bin/sh /{BUILD_MOUNT}/run.sh"
+    enter = f"umount /etc/passwd /etc/group 2>/dev/null; exec /bin/sh {script}"
     argv += [*_binds(job), bottom.absolute(), "/bin/sh", "-c", enter]
     return ["/bin/sh", "-c", 'cd -- "$0" && exec "$@"', job.scratch, *argv]
 
 
-def _with_kernel_mounts(job: Job, overlay: Path, squashfs: Sequence[tuple[Path, int]]) -> Argv:
+def _with_kernel_mounts(job: Job, overlay: Path, squashfs: Sequence[tuple[Path, int]], script: str) -> Argv:
     """Mount the kernel's overlay in a namespace that ends with the script. As root Apptainer's overlay loses setgid
     bits and follows the kernel's default for renamed directories; as a user Apptainer takes fuse-overlayfs. Names are
     relative: mount's options hold one page, and no commas.
     """
     for name in ("upper", "work", "merged"):
-        (overlay / name).mkdir()
+        (overlay / name).mkdir(exist_ok=True)
     is_root, merged = os.geteuid() == 0, overlay / "merged"
-    argv = [*_base_argv(fakeroot=False), "--writable", *_binds(job), merged, "/bin/sh", f"/{BUILD_MOUNT}/run.sh"]
+    argv = [*_base_argv(fakeroot=False), "--writable", *_binds(job), merged, "/bin/sh", script]
     command = quoted(argv if job.has_network else ["unshare", "--net", *argv])
     lines = [
         "set -e",
@@ -226,7 +247,10 @@ def _mounts_of_root(layers: Sequence[tuple[Path, int]]) -> list[str]:
     names = [str(number) for number in range(len(layers))]
     for name, (path, offset) in zip(names, layers, strict=True):
         where = f"loop,offset={offset}" if offset else "loop"
-        lines += [f"mkdir {name}", f"mount --no-canonicalize -t squashfs -o ro,{where} {shlex.quote(str(path))} {name}"]
+        lines += [
+            f"mkdir -p {name}",
+            f"mount --no-canonicalize -t squashfs -o ro,{where} {shlex.quote(str(path))} {name}",
+        ]
     options = (
         f"lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off"
     )

@@ -6,14 +6,14 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ekiben.core.errors import EngineError
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import run, stream, which
 from ekiben.core.process_name import has_ended, process_name
-from ekiben.executors import Job, JobFailed, shared_packages
+from ekiben.executors import DEBUG_SCRIPT, Job, JobFailed, ShellCommand, shared_packages
 from ekiben.executors._containers_storage import LAYER_IMAGES, ContainersStorage, is_in_use
 
 PREFERENCE = 20
@@ -71,11 +71,18 @@ class _Buildah(ContainersStorage):
         with shared_packages(job), _without_colons(job.mount) as mount, _without_colons(job.cache) as cache:
             volumes = ["--volume", f"{mount}:/{BUILD_MOUNT}", "--volume", f"{cache}:/{BUILD_MOUNT}/cache"]
             # As one stream: of two, the last line may come first.
-            script = ["/bin/sh", "-c", f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"]
-            argv = self.argv("run", "--isolation", "chroot", "--user", "0:0", *volumes, container, "--", *script)
-            if not job.has_network:  # isolation by chroot has the network of the caller
-                argv = self.as_root(["unshare", "--net", *argv])
-            code = stream(argv, job.log, env=self.environment(job.scratch))
+
+            def argv(*command: str, options: Sequence[str] = ()) -> list[str]:
+                options = ["--isolation", "chroot", "--user", "0:0", *options, *volumes]
+                argv = self.argv("run", *options, container, "--", "/bin/sh", *command)
+                # Isolation by chroot has the network of the caller.
+                return argv if job.has_network else self.as_root(["unshare", "--net", *argv])
+
+            script, env = f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1", self.environment(job.scratch)
+            code = stream(argv("-c", script), job.log, env=env)
+            if code and job.on_failure is not None:
+                shell = argv(f"/{BUILD_MOUNT}/{DEBUG_SCRIPT}", options=["--terminal"])
+                job.on_failure(code, ShellCommand(shell, env))
         if code:
             raise JobFailed(code)
 

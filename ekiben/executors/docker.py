@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,21 @@ from ekiben.core.errors import EngineError
 from ekiben.core.folder import Folder
 from ekiben.core.mounts import is_ambiguous
 from ekiben.core.paths import BUILD_MOUNT
+from ekiben.core.process import describe_exit
 from ekiben.core.process_name import has_ended, is_of_this_boot, process_name
-from ekiben.executors import OWNER, TAR, Changes, Job, JobFailed, check_tools, is_left_untested, shared_packages
+from ekiben.executors import (
+    DEBUG_SCRIPT,
+    FEED,
+    OWNER,
+    TAR,
+    Changes,
+    Job,
+    JobFailed,
+    ShellCommand,
+    check_tools,
+    is_left_untested,
+    shared_packages,
+)
 from ekiben.executors._docker_daemon import client, image_id, load_image, tag, unavailable, untag
 from ekiben.formats import oci
 from ekiben.formats.changeset import is_excluded
@@ -203,6 +217,8 @@ def _remove_left(container: Any) -> None:
 
 def _run(job: Job, container: Any) -> None:
     api = client().api
+    if client().info().get("KernelVersion") != os.uname().release:  # a pipe does not reach another kernel
+        (job.mount / FEED).unlink(missing_ok=True)
     # One stream: the daemon carries stdout and stderr apart, and then their lines arrive in any order.
     script = f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"
     execution = api.exec_create(container.id, ["/bin/sh", "-c", script])["Id"]
@@ -214,6 +230,17 @@ def _run(job: Job, container: Any) -> None:
     if rest:
         job.log(rest)
     if code := _exit_code(execution):
+        if job.on_failure is not None:
+            argv = [
+                "docker",
+                "exec",
+                "--interactive",
+                "--tty",
+                container.id,
+                "/bin/sh",
+                f"/{BUILD_MOUNT}/{DEBUG_SCRIPT}",
+            ]
+            job.on_failure(code, ShellCommand(argv))
         raise JobFailed(code)
 
 
@@ -242,9 +269,7 @@ def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[byt
     errors = _begin_of(job.mount, "output.errors")
     if code:
         _check_space(job.mount)
-        raise EngineError(
-            f"reading the changes failed with exit code {code}: {errors.decode('utf-8', 'replace')[-500:]}"
-        )
+        raise EngineError(f"reading the changes {describe_exit(code)}: {errors.decode('utf-8', 'replace')[-500:]}")
     expected_size, size = (
         _begin_of(job.mount, "output.size").strip(),
         output_file.stat().st_size if output_file.exists() else -1,

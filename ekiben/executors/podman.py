@@ -15,7 +15,7 @@ from ekiben.core.mounts import volume_args
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import stream, which
 from ekiben.core.process_name import has_ended, process_name
-from ekiben.executors import OWNER, Job, JobFailed, is_left_untested, shared_packages
+from ekiben.executors import DEBUG_SCRIPT, OWNER, Job, JobFailed, ShellCommand, is_left_untested, shared_packages
 from ekiben.executors._containers_storage import LAYER_IMAGES, ContainersStorage, is_in_use
 from ekiben.formats import oci
 from ekiben.gpu import container_gpus
@@ -23,6 +23,7 @@ from ekiben.gpu import container_gpus
 PREFERENCE = 30
 _INITS = ("/usr/libexec/podman/catatonit", "/usr/lib/podman/catatonit", "/usr/bin/catatonit")
 _CAP_SYS_RESOURCE = 24
+_AGAIN = f"/{BUILD_MOUNT}/again"
 _PROCESSES = 32768  # podman lowers its limit to this, and so the limit of containers
 
 
@@ -67,7 +68,9 @@ class _Podman(ContainersStorage):
         network = ["--network", "host" if job.has_network else "none"]
         extra = [*network, "--cap-add", "AUDIT_WRITE,MKNOD", "--user", "0:0", "--workdir", "/"]
         # As one stream: of two, the last line may come first.
-        command = ["/bin/sh", "-c", f"{_without_mtab(job)}exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"]
+        # Started again, for a shell, it waits.
+        again = f"[ ! -e {_AGAIN} ] || exec sleep infinity; " if job.on_failure else ""
+        command = ["/bin/sh", "-c", f"{again}{_without_mtab(job)}exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"]
         with (
             shared_packages(job),
             _container(image, [*extra, *binds], command, name=job.name) as container,
@@ -75,7 +78,16 @@ class _Podman(ContainersStorage):
             yield container
 
     def start(self, job: Job, container: str) -> None:
-        _start(container, job.log)
+        try:
+            _start(container, job.log)
+        except JobFailed as error:
+            if job.on_failure is not None:
+                with contextlib.suppress(FileExistsError):
+                    (job.mount / Path(_AGAIN).name).touch(exist_ok=False)
+                self.call("start", container)
+                shell = ["exec", "--interactive", "--tty", container, "/bin/sh", f"/{BUILD_MOUNT}/{DEBUG_SCRIPT}"]
+                job.on_failure(error.returncode, ShellCommand(self.argv(*shell), self.environment()))
+            raise
 
     def upper_of(self, container: str, mounted: str) -> Path:
         return Path(self.call("inspect", "--format", "{{.GraphDriver.Data.UpperDir}}", container).stdout.strip())

@@ -15,7 +15,7 @@ from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
 from ekiben.core.paths import ENGINE_SETUP, expand_home
-from ekiben.core.process import run, which
+from ekiben.core.process import name_exit, run, which
 from ekiben.gpu import container_gpus
 from ekiben.run.contract import LEAKS, NO_EVALUATION, folders_to_bind, outermost, passed, protect_caches
 from ekiben.run.image import NamedImage, RequiredSignature
@@ -169,7 +169,7 @@ def _pulled_target(image: NamedImage, program: str, name: str, engines: Engines)
         done = run([*begin, "pull", "--quiet", image.pulled], check=False)
         image_id = engine.image_id(image.pulled)
         if not image_id:
-            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            reason = (done.stderr.strip().splitlines() or [name_exit(done.returncode)])[-1]
             raise EngineError(f"{image.pulled} cannot be pulled by {name}: {reason}")
     log_decision("runtime", program, f"it has {image.pulled}")
     return Target(program, image_id, engine)

@@ -89,7 +89,8 @@ class Stage:
 
     ``shell`` is the command that runs ``post`` where /bin/sh alone does not; the other scripts may have a shebang.
     ``environment_text`` is %environment as written, ``environment_line`` the number of its first line; ``environment``
-    is empty where that is no table of values.
+    is empty where that is no table of values. ``path`` is the file, ``post_numbers`` the numbers of its lines that are
+    those of ``post``.
     """
 
     name: str | None
@@ -107,6 +108,8 @@ class Stage:
     runscript: str = ""
     startscript: str = ""
     apps: tuple[App, ...] = ()
+    path: Path | None = None
+    post_numbers: tuple[int, ...] = ()
 
     @property
     def bootstrap(self) -> str:
@@ -252,6 +255,8 @@ class _Reader:
             labels=self.labels(sections.get("labels")),
             shell=post_command(sections["post"], self.problem) if "post" in sections else "",
             apps=apps,
+            path=self.path,
+            post_numbers=tuple(sections["post"].text_numbers()) if "post" in sections else (),
             **texts,
         )
 

@@ -45,6 +45,11 @@ class Section:
         """Return the body, without the empty lines around it; "" where it has no other."""
         return "\n".join(self.body).strip("\n") + "\n" if any(line.strip() for line in self.body) else ""
 
+    def text_numbers(self) -> list[int]:
+        """Return the numbers of the lines of text()."""
+        first = next((at for at, line in enumerate(self.body) if line), len(self.body))
+        return self.numbers[first:]
+
     def join(self, later: Section) -> Section:
         """Return one section of both bodies; the options are those of the last line that has some."""
         return replace(

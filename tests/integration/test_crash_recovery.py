@@ -102,10 +102,11 @@ def test_failed_script_keeps_the_layers_below(
     done = Cli(workspace, engine.user).run(
         "--store", store, "image", recipe_folder.path, "--engine", engine.name, cwd=out, code=5
     )
-    assert "%post of bad (bad.def) failed with exit code 43" in done.stderr
-    assert "it broke\n" in done.stderr
-    assert "first line" not in done.stderr  # the last lines only
-    assert "not reached" not in done.stderr
+    assert f"%post of bad ({recipe_folder.path}/images/bad.def:5) failed with exit code 43. The command:" in done.stderr
+    last_lines = done.stderr.split("Its last lines:\n")[1]
+    assert "it broke\n" in last_lines
+    assert "first line" not in last_lines
+    assert "not reached" not in last_lines
     log = Path(done.stderr.split("the whole log: ")[1].split("\n")[0])
     lines = log.read_text().splitlines()
     assert lines[0] == "first line"

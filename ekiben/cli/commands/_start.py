@@ -26,7 +26,7 @@ from ekiben.cli.options import (
 )
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, StoreError, UsageError, nearest
-from ekiben.core.process import run, which
+from ekiben.core.process import name_exit, run, which
 from ekiben.executors import runtimes
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
 from ekiben.images import ImageOptions
@@ -287,7 +287,7 @@ def docker_image_id(name: str) -> str:
     """
     done = run(["docker", "image", "inspect", "--format", "{{.Id}}", name], check=False)
     if done.returncode and not any(text in done.stderr.lower() for text in ("no such image", "image not known")):
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        lines = done.stderr.strip().splitlines() or [name_exit(done.returncode)]
         raise EngineError(f"docker: {lines[-1]}")
     return done.stdout.strip() if not done.returncode else ""
 

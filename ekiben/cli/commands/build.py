@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +64,7 @@ class ImageRequest:
     locked: bool = False
     offline: bool = False
     bundle: Path | None = None
+    debug: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,7 @@ class ImageResult:
 @click.option("--offline", is_flag=True, help="Use no network: what is not stored comes from --bundle.")
 @click.option("--bundle", type=PathType(), metavar="FILE", help="Build from this bundle. Implies --offline.")
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the finished image.")
+@click.option("--debug", is_flag=True, help="Open a shell in the half-built layer when its %post fails.")
 @recipe_options
 @progress_option
 @json_option
@@ -154,6 +157,7 @@ def command(
     locked: bool,
     offline: bool,
     bundle: Path | None,
+    debug: bool,
     recipe_options: RecipeOptions,
 ) -> None:
     """Resolve all recipes, then make one image after the other."""
@@ -162,12 +166,15 @@ def command(
         refuse_ignored("is for a SIF, which --format leaves out", "squash")
     if bundle and recipe_options.mirror:
         raise UsageError("--build-arg mirror: --bundle has the packages; leave one of them out")
+    if debug and not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise UsageError("--debug opens a shell on a terminal, and this command has none; leave --debug out")
     request = ImageRequest(
         make=BuildRequest(formats=formats, output=output, squash=squash, verify=not no_verify),
         engine=engine,
         locked=locked,
         offline=offline or bundle is not None,
         bundle=bundle,
+        debug=debug,
     )
     # A mistake in the last recipe is reported before the first one is built.
     with contextlib.ExitStack() as folders:
@@ -276,13 +283,25 @@ def build_inputs(
     """Yield what to build from: the network, or a bundle with its folders of data, which are unpacked."""
     if not request.bundle:
         registry = None if request.offline else context.settings.registry
-        yield Options(engine=request.engine, locked=request.locked, mirror=recipe_options.mirror, registry=registry), []
+        options = Options(
+            engine=request.engine,
+            locked=request.locked,
+            mirror=recipe_options.mirror,
+            registry=registry,
+            debug=request.debug,
+        )
+        yield options, []
         return
     from ekiben.bundle.read import bundle_sources, check_bundle, import_compiled, open_bundle, unpack_snapshots
 
     with open_bundle(request.bundle, context.store, context.progress) as bundle:
         check_bundle(bundle, resolved)
         import_compiled(bundle, context.store)
-        options = Options(engine=request.engine, locked=request.locked, sources=bundle_sources(bundle, resolved))
+        options = Options(
+            engine=request.engine,
+            locked=request.locked,
+            sources=bundle_sources(bundle, resolved),
+            debug=request.debug,
+        )
         folder = request.make.output.parent if request.make.output else Path()
         yield options, unpack_snapshots(bundle, folder / f"{resolved.recipe.name}-data")

@@ -27,6 +27,7 @@ from ekiben.core.errors import EkibenError, EngineError, SchedulerError, StoreEr
 from ekiben.core.files import open_regular
 from ekiben.core.folder import Folder
 from ekiben.core.paths import PROJECT_ROOT
+from ekiben.core.process import name_exit
 from ekiben.formats.sif import read_sif
 from ekiben.run.jobs.plan import JobPlan, JobStep
 from ekiben.run.jobs.records import RECORD, RECORD_FORMAT, Run, RunFiles
@@ -347,7 +348,7 @@ def job_status(
     queued = (queue.get((id, index)) or queue.get((id, 0))) if id else None
     started = ""
     if code is not None and not (code == REQUEUE and queued):  # Slurm puts a job back that it preempted
-        state, detail = ("done", "") if code == 0 else ("failed", f"exit code {code}")
+        state, detail = ("done", "") if code == 0 else ("failed", name_exit(code))
         if code and files.is_cancelled(job):
             state = "cancelled"
     elif queued:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import SchedulerError, UsageError
-from ekiben.core.process import run, which
+from ekiben.core.process import name_exit, run, which
 from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Queue, Request, ask, clock
 
 TITLE = "OAR"
@@ -187,7 +187,7 @@ def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
         elif record["state"] == "Error":
             state, reason = "failed", ", ".join(dict.fromkeys(events)) or "OAR's state Error"
         else:
-            state, reason = ("failed", f"signal {-code}" if code < 0 else f"exit code {code}") if code else ("done", "")
+            state, reason = ("failed", name_exit(code)) if code else ("done", "")
         ended_jobs[_key(record)] = Job(state, ", ".join(filter(None, (reason, _nodes(record)))), _started(record))
     return ended_jobs
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import SchedulerError
-from ekiben.core.process import run, which
+from ekiben.core.process import name_exit, run, which
 from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Queue, Request, ask, clock
 
 TITLE = "PBS"
@@ -169,7 +169,7 @@ def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
         if record.state not in ("F", "X") or (array and not array[2]):
             continue
         code = record.exit_status
-        outcome = f"exit code {code}" if code > 0 else record.comment or f"exit status {code}" if code else ""
+        outcome = name_exit(code) if code > 0 else record.comment or f"exit status {code}" if code else ""
         detail = ", ".join(filter(None, (outcome, record.nodes)))
         key = (f"{array[1]}[]{array[3]}", int(array[2])) if array else (name, 0)
         statuses[key] = Job("failed" if code else "done", detail, record.started)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ekiben.core.errors import SchedulerError
-from ekiben.core.process import run, which
+from ekiben.core.process import name_exit, run, which
 from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Queue, Request, ask, clock, seconds_of
 
 TITLE = "Slurm"
@@ -228,7 +228,7 @@ def _read_ended(text: str) -> dict[tuple[str, int], Job]:
             continue
         reason = "" if state in ("COMPLETED", "FAILED", "CANCELLED") else state
         where = nodes if nodes and nodes != "None assigned" else ""
-        exited = f"exit code {code.partition(':')[0]}" if state == "FAILED" and code else ""
+        exited = name_exit(int(code.partition(":")[0])) if state == "FAILED" and code else ""
         detail = ", ".join(filter(None, (reason, exited, where)))
         ended_jobs[id, int(index) if index.isdigit() else 0] = Job(
             _ENDED.get(state, "failed"), detail, started if where else ""

@@ -17,6 +17,7 @@ from ekiben.core.process import (
     ProcessError,
     describe_exit,
     end_orphans,
+    name_exit,
     piped,
     quoted,
     readable,
@@ -181,15 +182,20 @@ def test_orphans_have_ended_when_their_folder_is_removed(
 
 
 @pytest.mark.parametrize(
-    ("code", "text"),
+    ("code", "text", "name"),
     [
-        (3, "failed with exit code 3"),
-        (-15, "was ended by SIGTERM"),
-        (137, "was ended by SIGKILL (out of memory?)"),
-        (139, "was ended by SIGSEGV"),
-        (128, "failed with exit code 128"),
-        (255, "failed with exit code 255"),
+        (3, "failed with exit code 3", "exit code 3"),
+        (-15, "was ended by SIGTERM", "signal SIGTERM"),
+        (137, "was ended by SIGKILL (out of memory?)", "signal SIGKILL"),
+        (139, "was ended by SIGSEGV", "signal SIGSEGV"),
+        (128, "failed with exit code 128", "exit code 128"),
+        (255, "failed with exit code 255", "exit code 255"),
     ],
 )
-def test_the_end_by_a_signal_has_its_name(code: int, text: str) -> None:
-    assert describe_exit(code) == text
+def test_the_end_by_a_signal_has_its_name(code: int, text: str, name: str) -> None:
+    assert (describe_exit(code), name_exit(code)) == (text, name)
+
+
+def test_a_program_ended_by_a_signal_is_named_in_its_error() -> None:
+    with pytest.raises(ProcessError, match="command was ended by SIGTERM: sh -c"):
+        run(["sh", "-c", "kill -TERM $$"])
