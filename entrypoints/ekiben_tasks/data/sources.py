@@ -326,6 +326,27 @@ def _read_table(source: Source, rows: Iterator[Any]) -> Iterator[tuple[str, Any]
         yield f"{source.location} row {number}", row
 
 
+def identify_versions(sources: Sequence[Source], form: DatasetFormat) -> list[str] | None:
+    """Return what changes when the content of a source does; None: nothing says it, for its rows are streamed.
+
+    Raises:
+        TaskError: a source cannot be opened.
+    """
+    versions = list[str]()
+    for source in sources:
+        selection, evaluation, _ = _open_source(source, form)
+        for each in (selection, *([evaluation] if evaluation else [])):
+            if each.table is not None and source.take:
+                return None
+            versions += [each.table._fingerprint] if each.table is not None else map(_identify_file, each.files)
+    return versions
+
+
+def _identify_file(file: Path) -> str:
+    status = file.stat()
+    return f"{file.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -46,6 +46,7 @@ def prepare_caches(env: MutableMapping[str, str]) -> list[str]:
     env.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(scratch / "flash-attn-4"))
     env.setdefault("CUTE_DSL_CACHE_DIR", str(scratch / "cute-dsl"))
     env.setdefault("XDG_CACHE_HOME", str(scratch / "cache"))
+    env.setdefault("EKIBEN_TOKENS", str(scratch / "tokens"))
     # With --user 12345 there is no passwd entry, and getpass.getuser(), which torch calls, needs a name.
     env.setdefault("USER", f"uid{os.getuid()}")
     env.setdefault("TOKENIZERS_PARALLELISM", "true")

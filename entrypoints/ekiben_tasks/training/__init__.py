@@ -11,5 +11,6 @@ __all__ = [
     "run_summary",
     "settings",
     "smoke",
+    "token_cache",
     "train",
 ]

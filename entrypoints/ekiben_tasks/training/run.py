@@ -28,7 +28,7 @@ from ekiben_tasks.task.checksums import ModelChecksum
 from ekiben_tasks.task.command import DryRun
 from ekiben_tasks.task.errors import DoesNotFitError, TaskError
 from ekiben_tasks.task.files import write_json
-from ekiben_tasks.training import checkpoint, run_summary
+from ekiben_tasks.training import checkpoint, run_summary, token_cache
 from ekiben_tasks.training.batches import Batches
 from ekiben_tasks.training.loop import Run, TrainerCallback
 from ekiben_tasks.training.plan import make_plan, memory_choices
@@ -146,9 +146,7 @@ def _decide(
     proof = verify(load.read_config(job.path))
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
     context = load.longest_context(meta.config)
-    data = (job.prepare or prepare_data)(settings, job.sources, tokenizer, context, job.options.skip_bad)
-    embeddings = meta.get_input_embeddings().weight.shape[0]
-    check_tokens(data, settings, job.sources, tokenizer, embeddings)
+    data = _prepare_data(job, tokenizer, context, meta.get_input_embeddings().weight.shape[0], world, device)
     if settings.packing:
         data = dataclasses.replace(
             data, sequences=fill_sequences([len(example.ids) for example in data.train], data.limit)
@@ -182,6 +180,24 @@ def _decide(
         output="removed afterwards" if job.options.temporary else str(job.output.absolute()),
     )
     return summary, profile, flops.training_costs(meta)
+
+
+def _prepare_data(
+    job: Job, tokenizer: Any, context: int, embeddings: int, world: DistributedContext, device: Device
+) -> Prepared:
+    """Read and tokenise the examples, or have another process of the node do it."""
+    arguments = (job.settings, job.sources, tokenizer, context, job.options.skip_bad)
+
+    def prepare() -> Prepared:
+        data = (job.prepare or prepare_data)(*arguments)
+        check_tokens(data, job.settings, job.sources, tokenizer, embeddings)
+        return data
+
+    if job.prepare or job.dry or not token_cache.is_on():
+        return prepare()
+    limits = (context, embeddings, job.options.skip_bad)
+    key = token_cache.make_key(job.settings, job.sources, tokenizer, limits, world)
+    return token_cache.share_tokens(key, prepare, world, device.torch_device)
 
 
 def _request(job: Job, summary: RunSummary) -> strategies.ModelRequest:
