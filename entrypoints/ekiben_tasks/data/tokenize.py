@@ -7,6 +7,7 @@ asked with later: here every prompt's tokens are, token by token, the beginning 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _WITH_INPUT = (
 _BATCH = 256  # examples tokenised at a time
 _LINKS = frozenset({"name", "tool_call_id"})  # between a call and its result: few templates render them
 _rendered_roles: set[tuple[str, tuple[str, ...]]] = set()  # (chat template, roles) that were checked
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _HEADING = re.compile(r"### (?=Instruction|Input|Response)")
 
 # The format of chats before tokenizers had templates of their own: <|prompter|> question <end> <|assistant|> answer
@@ -95,12 +97,14 @@ def join_texts(texts: Sequence[Example], limit: int) -> list[Example]:
 class _Rendered:
     """An example as text. responses: [start, end) of what the model has to write, in characters.
 
-    is_last_only: there are earlier turns, which are no responses because the template changes them.
+    is_last_only: there are earlier turns, which are no responses because the template changes them. is_marked: the
+    template itself marks what is generated, its end included.
     """
 
     text: str
     responses: tuple[tuple[int, int], ...] = ()
     is_last_only: bool = False
+    is_marked: bool = False
 
 
 def render_prompt(instruction: str, input: str = "") -> str:
@@ -149,7 +153,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[RawExample]) -> list[list[
     Raises:
         TaskError: the chat template refuses a conversation.
     """
-    return [ids for ids, _ in _encode(tokenizer, examples, asks=True)]
+    return [ids for ids, _, _ in _encode(tokenizer, examples, asks=True)]
 
 
 def prompt_text(example: RawExample) -> str:
@@ -175,7 +179,7 @@ def encode_examples(
     mask_prompt: bool = True,
     last_only: list[RawExample] | None = None,
 ) -> list[Example]:
-    """Return the tokens of every example, with an end token last.
+    """Return the tokens of every example, with an end token last; of a template with generation marks, what it marks.
 
     mask_prompt: the prompt's tokens are ignored; otherwise all tokens are targets. last_only: gets the conversations
     whose last message alone is a target, because the chat template changes earlier ones.
@@ -185,8 +189,8 @@ def encode_examples(
     """
     ends = _special_ids(tokenizer) if examples and isinstance(examples[0], Conversation) else set()
     encoded = []
-    for ids, targets in _encode(tokenizer, examples, last_only=last_only):
-        if ids[-1] not in ends:
+    for ids, targets, is_marked in _encode(tokenizer, examples, last_only=last_only):
+        if ids[-1] not in ends and not is_marked:
             ids.append(tokenizer.eos_token_id)
             targets[-1] = (targets[-1][0], len(ids))
         encoded.append(Example(np.array(ids, dtype=np.int32), tuple(targets) if mask_prompt else ((0, len(ids)),)))
@@ -226,12 +230,48 @@ def _render_conversation(tokenizer: Any, example: Conversation, special: Sequenc
     ]
     if asks and messages[-1]["role"] == "assistant":
         messages.pop()
+    if not asks and (marked := _render_marked(tokenizer, example, messages)):
+        return marked
     rendered = _render_turns(tokenizer, example, messages, special)
     if asks:
         prompt = _apply_template(tokenizer, messages, example.tools, add_generation_prompt=True)
         is_prefix = rendered is not None and prompt.startswith(rendered.text)
         return _Rendered(prompt, rendered.responses if rendered and is_prefix else ())
     return rendered or _render_last_turn(tokenizer, example, messages, special)
+
+
+def _render_marked(tokenizer: Any, example: Conversation, messages: Sequence[dict[str, Any]]) -> _Rendered | None:
+    """Return the text with what the chat template marks by {% generation %} as responses; None: it has no marks.
+
+    Raises:
+        TaskError: it marks nothing of this conversation, or not each turn of one that has turns without a target.
+    """
+    tools = list(example.tools) or None
+    template = tokenizer.get_chat_template(tools=tools)
+    if not _GENERATION.search(template):
+        return None
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with _explain_template():
+        (text,), (spans,) = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+    are_targets = [each.is_target for each in example.messages if each.role == "assistant"]
+    if not all(are_targets) and len(spans) != len(are_targets):
+        raise TaskError(
+            f"the chat template marks {len(spans)} parts as generated of {len(are_targets)} messages of the assistant,"
+            " so weight 0 or train false cannot be obeyed; take a template that marks each message once"
+        )
+    if not all(are_targets):
+        spans = [span for span, is_target in zip(spans, are_targets, strict=True) if is_target]
+    marks = tuple((start, end) for start, end in spans if start < end)
+    if not marks:
+        raise TaskError("the chat template has generation marks, but none around a message of this conversation")
+    return _Rendered(text[: marks[-1][1]], marks, is_marked=True)
 
 
 def _render_turns(
@@ -334,15 +374,21 @@ def _check_roles(tokenizer: Any, example: Conversation) -> None:
 def _apply_template(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, add_generation_prompt: bool
 ) -> str:
-    try:
+    with _explain_template():
         text: str = tokenizer.apply_chat_template(
             messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
         )
+    return text
+
+
+@contextlib.contextmanager
+def _explain_template() -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # a template is a program and raises what it likes
         raise TaskError(
             f"the tokenizer's chat template refuses a conversation: {' '.join(str(error).split())[:300]}"
         ) from error
-    return text
 
 
 def _cut_after_end(answer: str, eos_token: str, special: Sequence[str]) -> str:
@@ -376,8 +422,11 @@ def _defuse(text: str, special: Sequence[str]) -> str:
 
 def _encode(
     tokenizer: Any, examples: Sequence[RawExample], *, asks: bool = False, last_only: list[RawExample] | None = None
-) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-    """Yield (token ids, [start, end) of each response among them) of each example; no end token is added."""
+) -> Iterator[tuple[list[int], list[tuple[int, int]], bool]]:
+    """Yield (token ids, [start, end) of each response among them, whether the template marks them) of each example.
+
+    No end token is added.
+    """
     special = _special_tokens(tokenizer)
     for first in range(0, len(examples), _BATCH):
         batch = examples[first : first + _BATCH]
@@ -393,7 +442,7 @@ def _encode(
         offsets = encoded.encodings or [None] * len(prefixes)
         prefix_ids = iter(zip(encoded["input_ids"], offsets, strict=True))
         for each in rendered:
-            yield _join(tokenizer, each, [next(prefix_ids) for _ in _cuts(each)], options)
+            yield *_join(tokenizer, each, [next(prefix_ids) for _ in _cuts(each)], options), each.is_marked
 
 
 def _cuts(rendered: _Rendered) -> list[int]:

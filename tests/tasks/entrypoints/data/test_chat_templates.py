@@ -258,3 +258,61 @@ def test_user_text_cannot_start_a_message(tokenizer: Any) -> None:
         sum(token in special for token in encode_examples(tokenizer, [row])[0].ids.tolist()) for row in (plain, posing)
     ]
     assert counts[0] == counts[1]
+
+
+def marked_conversation(*, is_target: bool = True) -> Conversation:
+    roles = ("user", "assistant") * 2
+    return Conversation(
+        tuple(
+            Message(role, text, is_target or index > 1)
+            for index, (role, text) in enumerate(zip(roles, TURNS, strict=True))
+        )
+    )
+
+
+def test_generation_marks_are_targets_as_in_trl() -> None:
+    """Of TRL's own templates for training, those that take a plain conversation."""
+    trl = pytest.importorskip("trl", reason="TRL is not in the image")
+    special = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start|>", "<|end|>", "<|return|>", "</s>", "<s>"]
+    tokenizer = wrap(learn(special, byte_level=True), "", None, "</s>")
+    tokenizer.bos_token = "<s>"
+    compared = []
+    for file in sorted((Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja")):
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        conversation = marked_conversation()
+        messages = [{"role": each.role, "content": each.content} for each in conversation.messages]
+        try:
+            theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        except Exception:  # it takes lists of parts, for images
+            with pytest.raises(TaskError):
+                encode_examples(tokenizer, [conversation])
+            continue
+        try:
+            (ours,) = encode_examples(tokenizer, [conversation])
+        except TaskError as error:
+            assert "leaves out messages" in str(error)  # of users
+            continue
+        mask = theirs["assistant_masks"]
+        last = len(mask) - mask[::-1].index(1)
+        assert ours.ids.tolist() == theirs["input_ids"][:last], file.name
+        assert ours.target_positions.tolist() == [index for index in range(last) if mask[index]], file.name
+        compared.append(file.name)
+    assert len(compared) > 15, compared
+
+
+def test_generation_marks_obey_weights_or_refuse() -> None:
+    template = CHATML.replace(
+        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
+        "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] +"
+        " '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+    )
+    tokenizer = wrap(learn(["<|im_start|>", "<|im_end|>", "</s>"], byte_level=True), template, None, "</s>")
+    both, last = (encode_examples(tokenizer, [marked_conversation(is_target=each)])[0] for each in (True, False))
+    assert both.targets[1:] == last.targets and len(last.targets) == 1
+    assert both.ids[both.targets[0][1] - 1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.chat_template = template.replace("m['role'] == 'assistant'", "loop.last")
+    with pytest.raises(TaskError, match="marks 1 parts as generated of 2 messages of the assistant"):
+        encode_examples(tokenizer, [marked_conversation(is_target=False)])
+    tokenizer.chat_template = template.replace("m['role'] == 'assistant'", "m['role'] == 'tool'")
+    with pytest.raises(TaskError, match="generation marks, but none around a message"):
+        encode_examples(tokenizer, [marked_conversation()])
