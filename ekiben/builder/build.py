@@ -39,6 +39,7 @@ from ekiben.core.errors import CorruptBlob, DefinitionError, EngineError, StoreE
 from ekiben.formats import oci
 from ekiben.formats.evaluated import START
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
+from ekiben.resolve.recipe_layer import separate_test
 from ekiben.store import Image, Store, StoredLayer, StoredResult
 
 if TYPE_CHECKING:
@@ -467,4 +468,5 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer], store: St
         arch=resolved.stack.arch,
         cli_args=resolved.cli_args,
         result_keys=tuple(stage.cache_key for stage in stages_of(copies)),
+        recipe_test=separate_test(resolved),
     )

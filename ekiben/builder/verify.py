@@ -6,12 +6,14 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ekiben.builder import surroundings
 from ekiben.builder.build import stored_image
 from ekiben.builder.layer import LAST_LINES, prepare_job
+from ekiben.builder.layer_tests import EarlierPass, ScriptGroup, SeparateTests, Surroundings, now, separate
 from ekiben.core.checked import Fields
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
@@ -19,10 +21,13 @@ from ekiben.core.emulation import emulation_problem
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import CorruptBlob, EngineError, StoreError, UsageError, VerifyError
 from ekiben.core.inner_path import AnyPath
+from ekiben.core.mounts import bind_args
+from ekiben.core.paths import RECIPE_HOME
 from ekiben.core.process import describe_exit, stream
 from ekiben.core.progress import Progress
-from ekiben.executors import JobFailed, Script, by_preference, runtimes
+from ekiben.executors import JobFailed, Script, by_preference, podman, runtimes
 from ekiben.executors.apptainer import program
+from ekiben.formats.sif import read_sif
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.store import Image, Store, check_sif
 
@@ -32,11 +37,13 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``runtime`` passed the tests in ``seconds``; ``known``: in an earlier run, on the same bytes."""
+    """``runtime`` passed the tests that ran in ``seconds``; ``known``: all of them in an earlier run, on the same
+    bytes; ``reused``: which did not run now, and when they did."""
 
     runtime: str
     seconds: float
     known: bool
+    reused: EarlierPass | None = None
 
 
 def verify(
@@ -92,22 +99,21 @@ def run_sif_tests(image: Image, sif: AnyPath, store: Store, log: Log, *, again: 
         return None
     log_decision(f"tests in {sif}", runtime, "the SIF runtime on PATH")
 
-    def run(lines: list[str]) -> int:
+    def run(lines: list[str], group: ScriptGroup | None) -> int:
         with _work_folder(store) as folder:
-            argv: list[str | Path] = [
-                runtime,
-                "--quiet",
-                "test",
-                "--cleanenv",
-                "--contain",
-                "--no-home",
-                "--workdir",
-                folder,
-                str(sif),  # Apptainer resolves the path of a descriptor, too
-            ]
+            isolated: list[str | Path] = ["--cleanenv", "--contain", "--no-home", "--workdir", folder]
+            if group and group.hides_recipe:
+                (folder / "recipe").mkdir()
+                isolated += bind_args(folder / "recipe", RECIPE_HOME, read_only=True)
+            command = ["/bin/sh", "-c", group.script] if group else []
+            # Apptainer resolves the path of a descriptor, too.
+            argv = [runtime, "--quiet", "exec" if group else "test", *isolated, str(sif), *command]
             return stream(argv, _both(lines, log), env=_without_settings())
 
-    return _checked(image, f"{Path(runtime).name}", store, run, again)
+    def what_decides() -> Mapping[str, object]:
+        return {**surroundings.sif_runtime(runtime), "partitions": len(read_sif(sif).layers)}
+
+    return _Tests(image, Path(runtime).name, store, run, what_decides).check(again=again)
 
 
 def verify_docker(image: Image, store: Store, log: Log, *, again: bool = False) -> Check | None:
@@ -120,10 +126,10 @@ def verify_docker(image: Image, store: Store, log: Log, *, again: bool = False) 
     if daemon.unavailable():
         return None
 
-    def run(lines: list[str]) -> int:
-        return daemon.try_image(image.image_id, ["/bin/sh", TEST], _both(lines, log))
+    def run(lines: list[str], group: ScriptGroup | None) -> int:
+        return daemon.try_image(image.image_id, _command(group), _both(lines, log), hidden=_hidden(group))
 
-    return _checked(image, "docker", store, run, again)
+    return _Tests(image, "docker", store, run, surroundings.docker_daemon).check(again=again)
 
 
 def verify_loaded(kind: str, image: Image, store: Store, log: Log, *, again: bool = False) -> Check:
@@ -133,10 +139,12 @@ def verify_loaded(kind: str, image: Image, store: Store, log: Log, *, again: boo
     """
     runtime = runtimes()[kind]
 
-    def run(lines: list[str]) -> int:
-        return runtime.try_image(image.image_id, ["/bin/sh", TEST], _both(lines, log))
+    def run(lines: list[str], group: ScriptGroup | None) -> int:
+        if group is None:  # runtimes of plug-ins may hide nothing
+            return runtime.try_image(image.image_id, _command(group), _both(lines, log))
+        return podman.try_image(image.image_id, _command(group), _both(lines, log), hidden=_hidden(group))
 
-    return _checked(image, kind, store, run, again)
+    return _Tests(image, kind, store, run, surroundings.podman if kind == "podman" else None).check(again=again)
 
 
 def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) -> Check | None:
@@ -148,7 +156,7 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
     name, executor = available
     log_decision("tests on the stored layers", f"engine {name}", "no runtime here has the finished image")
 
-    def run(lines: list[str]) -> int:
+    def run(lines: list[str], group: ScriptGroup | None) -> int:
         with store.staging() as staging:
             settings = {**image.environment, **build_environment(image.epoch)}
             script = Script("verify", f". {TEST}\n", settings)
@@ -159,7 +167,7 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
                 return error.returncode
             return 0
 
-    return _checked(image, name, store, run, again)
+    return _Tests(image, name, store, run).check(again=again)
 
 
 @contextlib.contextmanager
@@ -187,37 +195,94 @@ def _without_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("APPTAINER", "SINGULARITY"))}
 
 
+def _command(group: ScriptGroup | None) -> list[str]:
+    return ["/bin/sh", "-c", group.script] if group else ["/bin/sh", TEST]
+
+
+def _hidden(group: ScriptGroup | None) -> str | None:
+    return RECIPE_HOME if group and group.hides_recipe else None
+
+
 def check_name(image: Image, runtime: str) -> str:
     """Return the name of a runtime's test record in the store."""
     return f"{image.image_id[7:]}-{runtime}"
 
 
-def _checked(image: Image, runtime: str, store: Store, run: Callable[[list[str]], int], again: bool) -> Check:
-    name = check_name(image, runtime)
-    if not again and (seconds := _known_seconds(store, name)) is not None:
-        log_decision(
-            f"tests under {runtime}", "not run again", f"they passed before on the image {image.image_id[:19]}"
-        )
-        return Check(runtime, seconds, True)
-    began, lines = time.monotonic(), list[str]()
-    try:
-        code = run(lines)
-    except EngineError as error:
-        raise VerifyError(f"{image.name} could not be tested under {runtime}: {error}") from error
-    if code:
-        tail = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
-        raise VerifyError(f"{image.name}: a %test under {runtime} {describe_exit(code)}. Its last lines:\n{tail}")
-    seconds = round(time.monotonic() - began, 1)
-    if store.is_writable():
-        with contextlib.suppress(StoreError):  # a full disk: they run again next time
-            store.put_check(name, {"runtime": runtime, "seconds": seconds, "image": image.image_id})
-    return Check(runtime, seconds, False)
+@dataclass(frozen=True, slots=True)
+class _Tests:
+    """The tests of an image under one runtime. ``run`` runs all, or a group, appends the lines of output to a list, and
+    returns the exit code; ``surroundings`` says what decides about them beside the image: without, all run."""
+
+    image: Image
+    runtime: str
+    store: Store
+    run: Callable[[list[str], ScriptGroup | None], int]
+    surroundings: Surroundings | None = None
+
+    def check(self, *, again: bool) -> Check:
+        """Run the tests that may end differently than before; all with ``again``. Raises VerifyError when one fails."""
+        name = check_name(self.image, self.runtime)
+        if not again and (known := _known(self.store, name, self.image)) is not None:
+            reason = f"they passed before on the image {self.image.image_id[:19]}"
+            log_decision(f"tests under {self.runtime}", "not run again", reason)
+            return Check(self.runtime, known[0], True, known[1])
+        began = time.monotonic()
+        tests = None
+        if self.surroundings and not again:
+            tests = separate(self.image, self.store, self.runtime, self.surroundings)
+        is_passed, reused = self._run_groups(tests) if tests else (False, None)
+        if not is_passed:
+            lines: list[str] = []
+            if code := self._run(lines, None):
+                tail = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
+                failed = f"a %test under {self.runtime} {describe_exit(code)}"
+                raise VerifyError(f"{self.image.name}: {failed}. Its last lines:\n{tail}")
+            if tests and not tests.passed(self.store):
+                tests.note_requirement(self.store)
+        seconds = round(time.monotonic() - began, 1)
+        record = {"runtime": self.runtime, "seconds": seconds, "image": self.image.image_id, "date": now()}
+        if self.store.is_writable():
+            with contextlib.suppress(StoreError):  # a full disk: they run again next time
+                self.store.put_check(name, record)
+        return Check(self.runtime, seconds, False, reused)
+
+    def _run_groups(self, tests: SeparateTests) -> tuple[bool, EarlierPass | None]:
+        """Run the layers' tests where they may end differently, and the recipe's; return whether they passed, and what
+        was not run."""
+        name = f"tests of {self.image.name}'s layers under {self.runtime}"
+        if tests.is_recipe_required(self.store):
+            log_decision(name, "run in the complete image", "they failed before without the recipe's files")
+            return False, None
+        reused = tests.passed(self.store)
+        if reused is not None:
+            log_decision(name, "not run again", f"{reused}: same layers, environment, runtime and machine")
+        elif self._run([], tests.of_layers):
+            log_decision(name, "run in the complete image", "without the recipe's files, one failed")
+            return False, None
+        else:
+            tests.note_passed(self.store)
+        if self._run([], tests.of_recipe):
+            log_decision(
+                f"tests of {self.image.name} under {self.runtime}", "all run", "the recipe's test failed alone"
+            )
+            return False, None
+        return True, reused
+
+    def _run(self, lines: list[str], group: ScriptGroup | None) -> int:
+        try:
+            return self.run(lines, group)
+        except EngineError as error:
+            message = f"{self.image.name} could not be tested under {self.runtime}: {error}"
+            raise VerifyError(message) from error
 
 
-def _known_seconds(store: Store, name: str) -> float | None:
-    """Return how long the tests took that passed, None where none are noted."""
+def _known(store: Store, name: str, image: Image) -> tuple[float, EarlierPass] | None:
+    """Return how long the tests took that passed, and when that was; None where none are noted."""
     with contextlib.suppress(ValueError):
-        return Fields.of(store.check(name)).number("seconds")
+        fields = Fields.of(store.check(name))
+        return fields.number("seconds"), EarlierPass(
+            (), fields.time("date") if "date" in fields else "", image.image_id
+        )
     return None
 
 

@@ -182,8 +182,13 @@ class Runtime(Executor, Protocol):
     def image_id(self, name: str) -> str:
         """Return the id of the image ``name``, "" where there is none. Raises EngineError."""
 
-    def try_image(self, image_id: str, command: Sequence[str], log: Callable[[str], None]) -> int:
-        """Run a command in a new container of the image, without a network, and return its exit code."""
+    def try_image(
+        self, image_id: str, command: Sequence[str], log: Callable[[str], None], *, hidden: str | None = None
+    ) -> int:
+        """Run a command in a new container of the image, without a network, and return its exit code.
+
+        ``hidden``: a folder that is empty there; only Docker and podman are asked for it.
+        """
 
     def run_argv(self, gpu: bool) -> list[str]:
         """Return the arguments that begin a task's command, as this user, with all GPUs or none.

@@ -153,11 +153,20 @@ def _container(job: Job) -> Iterator[Any]:
         container.remove(force=True)
 
 
-def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None]) -> int:
-    """Run a command in a container of the image, without a network, and return its exit code."""
+def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None], *, hidden: str | None = None) -> int:
+    """Run a command in a container of the image, without a network, and return its exit code.
+
+    ``hidden``: a folder that is empty there.
+    """
     _remove_abandoned_containers()
-    labels = {OWNER: process_name()}
-    container = client().containers.create(image_id, list(command), network_mode="none", shm_size="1g", labels=labels)
+    container = client().containers.create(
+        image_id,
+        list(command),
+        network_mode="none",
+        shm_size="1g",
+        labels={OWNER: process_name()},
+        tmpfs={hidden: "ro"} if hidden else {},
+    )
     try:
         container.start()
         for chunk in container.logs(stream=True, follow=True):

@@ -207,9 +207,14 @@ def load(config: bytes, layers: Sequence[oci.LayerSource], name: str, scratch: P
     _STORAGE.pull(config, layers, name, present, scratch)
 
 
-def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None]) -> int:
-    """Run a command in a container of the image, without a network, and return its exit code."""
-    with _container(image_id, ["--network", "none", "--shm-size", "1g"], command, name="test") as container:
+def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None], *, hidden: str | None = None) -> int:
+    """Run a command in a container of the image, without a network, and return its exit code.
+
+    ``hidden``: a folder that is empty there.
+    """
+    # podman fills it with what the image has there, unless told not to.
+    hide = ["--tmpfs", f"{hidden}:ro,notmpcopyup"] if hidden else []
+    with _container(image_id, ["--network", "none", "--shm-size", "1g", *hide], command, name="test") as container:
         try:
             _start(container, log)
         except JobFailed as error:

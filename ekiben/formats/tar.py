@@ -117,10 +117,15 @@ class DigestWriter(TarWriter):
         return self._position
 
 
-def tar_digest(reader: SquashfsReader) -> tuple[str, int]:
-    """Return the diff_id of a layer and the size of its tar, from its files. Raises StoreError when it is damaged."""
-    tar = DigestWriter()
-    write_entries(reader.contents(), tar)
+def tar_digest(reader: SquashfsReader, *, without: str | None = None) -> tuple[str, int]:
+    """Return the diff_id of a layer and the size of its tar, from its files; ``without`` what is in this folder.
+
+    Raises StoreError when the layer is damaged.
+    """
+    tar, entries = DigestWriter(), reader.contents()
+    if without is not None:
+        entries = (item for item in entries if not item[0].path.startswith(f"{without}/"))
+    write_entries(entries, tar)
     return tar.diff_id, tar.size
 
 

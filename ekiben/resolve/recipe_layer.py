@@ -23,6 +23,7 @@ from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import read_pins
 
 _BASE_START = f'[ ! -x {BASE_STARTSCRIPT} ] || exec {BASE_STARTSCRIPT} "$@"\n'
+_HOME_VARIABLE = "EKIBEN_RECIPE"
 _RUNSCRIPT = "/opt/ekiben/runscript"  # the %runscript of a definition for another shell
 
 
@@ -188,9 +189,30 @@ def _help(recipe: Recipe, resolved: ResolvedRecipe) -> str:
 def _test_files(resolved: ResolvedRecipe) -> list[File]:
     """Return every %test of the image as a program, run bottom first: a child passes its parents' tests."""
     return [
-        File(f"{TESTS}/{number:02}-{name}.sh", 0o755, content=with_shebang(script).encode())
+        File(f"{TESTS}/{_test_name(number, name)}", 0o755, content=with_shebang(script).encode())
         for number, (name, script) in enumerate(resolved.tests, 1)
     ]
+
+
+def _test_name(number: int, name: str) -> str:
+    return f"{number:02}-{name}.sh"
+
+
+def separate_test(resolved: ResolvedRecipe) -> str | None:
+    """Return the file name of the recipe's own test, "" where it has none.
+
+    None where a test of a layer, or the environment, names the recipe's folder or one of its tasks: the tests of the
+    layers may then depend on the recipe's files.
+    """
+    has_test = bool(resolved.recipe.file.test)
+    layer_tests = resolved.tests[: len(resolved.tests) - has_test]
+    values = [value for name, value in resolved.environment.items() if (name, value) != (_HOME_VARIABLE, RECIPE_HOME)]
+    texts = [*(text for _, text in layer_tests), *(script.text for script in resolved.scripts), *values]
+    tasks = "|".join(re.escape(name) for name in resolved.recipe.file.tasks)
+    named = rf"{RECIPE_HOME}|{_HOME_VARIABLE}" + (rf"|(?<![\w.-])(?:{tasks})(?![\w.-])" if tasks else "")
+    if any(re.search(named, text) for text in texts):
+        return None
+    return _test_name(len(resolved.tests), resolved.tests[-1][0]) if has_test else ""
 
 
 _TEST_SCRIPT = f"""\

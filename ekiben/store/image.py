@@ -21,6 +21,8 @@ class Image:
     ``image_id`` is the digest of ``config``, by which a Docker daemon knows the image. ``tasks`` maps a task to its
     help. ``cli_args``: the recipe and the options that it is built from, as a command line gives them. ``epoch``:
     seconds since 1970, the time stamp of the image. ``result_keys`` are those of the build stages whose files it holds.
+    ``recipe_test`` is the file name of the recipe's own test, "" where it has none; None where the tests of layers may
+    look at the recipe's files.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Image:
     arch: str
     cli_args: str
     result_keys: tuple[str, ...] = ()
+    recipe_test: str | None = None
 
     @property
     def tag(self) -> str:

@@ -189,6 +189,7 @@ READ_OTHERWISE = {
     "builder/_concurrency.py _cgroups_of_process (proc / 'self/cgroup').read_text": "the kernel's",
     "builder/_concurrency.py _number path.read_text": "the kernel's",
     "builder/_concurrency.py oom_kills events.read_text": "the kernel's",
+    "builder/surroundings.py _kernel_text Path(path).read_text": "the kernel's",
     "builder/_stage.py import_result (staging / 'blob').open": "written by this process",
     "builder/bases/debootstrap.py _bootstrapped source_file.open": "written by this process",
     "builder/bases/docker.py entries (staging / f'{number}.squashfs').open": "written by this process",

@@ -99,7 +99,15 @@ class ImageResult:
                 {"kind": item.kind, "ref": item.ref, "size": item.size, "created": item.created, "sha256": item.sha256}
                 for item in self.artifacts
             ],
-            "checks": [{"runtime": item.runtime, "seconds": item.seconds, "known": item.known} for item in self.checks],
+            "checks": [
+                {
+                    "runtime": item.runtime,
+                    "seconds": item.seconds,
+                    "known": item.known,
+                    "reused": item.reused.to_json() if item.reused else None,
+                }
+                for item in self.checks
+            ],
             "data": [str(path) for path in self.data],
             "run": list(self.run),
         }
@@ -113,9 +121,10 @@ class ImageResult:
             yield f"{label:<7} {item.ref}  {format_size(item.size)}{'' if item.created else '  (existing)'}"
         yield from (f"data    {path}" for path in self.data)
         for check in self.checks:
-            yield (
-                f"tested  under {check.runtime}, {check.seconds:.0f} s{' (before, same image)' if check.known else ''}"
-            )
+            reused = f"; not run again: {check.reused}" if check.reused and not check.known else ""
+            date = f" on {check.reused.day}" if check.reused and check.reused.date else ""
+            before = f" (before{date}, same image)" if check.known else reused
+            yield f"tested  under {check.runtime}, {check.seconds:.0f} s{before}"
         later = f"`{command_name()} verify {self.recipe}`"
         if not self.is_verified:
             yield f"tested  no: --no-verify was given; {later} does it"

@@ -1,0 +1,64 @@
+"""An edited recipe: its own test runs in the new image; those of layers, which cannot see it, are not repeated."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ekiben.core.errors import VerifyError
+from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, need
+
+pytestmark = pytest.mark.covers("ekiben/builder", "ekiben/executors", "ekiben/artifacts")
+
+# It passes only where the recipe's file cannot be seen, without naming its folder.
+TEST = """
+%test
+    set -e
+    test -e /opt/made
+    test -z "$(find /opt -name marker.txt)"
+"""
+PROGRAMS = {"sif": "apptainer", "docker": "docker", "podman": "podman"}
+KINDS = [("sif", ME), ("sif", USER), ("docker", ME), ("podman", ME), ("podman", USER)]
+
+
+@pytest.mark.parametrize(("kind", "user"), KINDS)
+def test_tests_of_layers_are_not_repeated(
+    kind: str, user: str, recipe_folder: RecipeFolder, new_store: NewStore, workspace: Workspace
+) -> None:
+    need(PROGRAMS[kind])
+    store, out, cli = new_store(user, "base"), workspace.folder("out", user), Cli(workspace, user)
+    recipe_folder.layer("made", "base", "touch /opt/made", TEST)
+    marker = recipe_folder.path / "configs/marker.txt"
+    settings = {
+        "name": recipe_folder.path.name,
+        "description": "a test",
+        "stack": "cu130",
+        "layer": "made",
+        "tasks": {},
+        "data": ["configs/marker.txt"],
+        "test": 'grep . "$EKIBEN_RECIPE/configs/marker.txt"\n',
+    }
+    marker.parent.mkdir()
+    (recipe_folder.path / "recipe.yaml").write_text(json.dumps(settings))
+    images, reused = [], []
+    for text in ("first\n", "second\n"):
+        marker.write_text(text)
+        result = cli.image(store, recipe_folder.path, "--format", kind, cwd=out)
+        images.append(result["image"])
+        (check,) = result["checks"]
+        reused.append(check["reused"])
+    assert reused[0] is None
+    assert (reused[1]["image"], reused[1]["tests"]) == (images[0], ["01-base.sh", "02-made.sh"])
+    assert images[0] != images[1]
+    stdout = cli.run("--store", store, "build", recipe_folder.path, "--format", kind, cwd=out).stdout
+    assert "same image)" in stdout
+    marker.write_text("")
+    failed = cli.run("--store", store, "build", recipe_folder.path, "--format", kind, cwd=out, code=None)
+    assert failed.returncode == VerifyError.exit_code  # the recipe's test fails, and so does the complete run
+    marker.write_text("second\n")
+    if kind != "podman":  # verify looks there for no image
+        assert (
+            cli.run("--store", store, "verify", recipe_folder.path, cwd=out, code=None).returncode
+            == VerifyError.exit_code
+        )
