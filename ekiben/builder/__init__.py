@@ -1,5 +1,6 @@
 """Plan a build, build the missing layers, test the image.
 
+image_files  images in files: OCI layouts, and what `docker save` writes
 plan         what would be done for each layer, and why: Action, Options
 build        obey a plan: make missing layers, name the image; import a wheel
 sif_base     a SIF as a base: its own scripts as files of its layer

@@ -14,10 +14,10 @@ from ekiben.core.atomic import is_vacant, new_folder
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import DefinitionError, StoreError, UsageError
 from ekiben.core.files import digest_of
-from ekiben.formats.base_config import BASE_RUNSCRIPT
+from ekiben.formats.base_config import BASE_RUNSCRIPT, BASE_STARTSCRIPT
 from ekiben.formats.layer import File
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
-from ekiben.spec.definition import Stage
+from ekiben.spec.definition import LOCAL, Stage
 from ekiben.spec.definition_text import ARGUMENT
 from ekiben.spec.environment import EnvironmentScript
 
@@ -227,11 +227,18 @@ def _runs_base(resolved: ResolvedRecipe) -> bool:
     return any(BASE_RUNSCRIPT.encode() in file.content for file in resolved.top.files if file.destination == _RUNSCRIPT)
 
 
+def _is_of_base(section: str, file: File) -> bool:
+    """Return whether a script is that of the base, which a plain file's base brings along."""
+    name = {"runscript": BASE_RUNSCRIPT, "startscript": BASE_STARTSCRIPT}.get(section)
+    return name is not None and name.encode() in file.content
+
+
 def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
     assert layer.stage is not None
     tar = tars.get(layer.cache_key)
     if "file" in layer.stage.header:
-        raise UsageError(f"a Dockerfile cannot begin with a SIF: From: {layer.stage.header['from']}")
+        what = "a SIF" if layer.stage.bootstrap == LOCAL else "an image in a file"
+        raise UsageError(f"a Dockerfile cannot begin with {what}: From: {layer.stage.header['from']}")
     return ["FROM scratch", f"ADD {tar} /"] if tar else [f"FROM {layer.stage.header['from']}"]
 
 
@@ -341,7 +348,7 @@ def deffile(resolved: ResolvedRecipe) -> str:
         lines += [text] if text else []
     top = {file.destination: file for file in resolved.top.files}
     for section, file in (("runscript",) * 2, ("test",) * 2, ("startscript",) * 2, ("help", "runscript.help")):
-        if f"/.singularity.d/{file}" in top and not (section == "runscript" and _runs_base(resolved)):
+        if f"/.singularity.d/{file}" in top and not _is_of_base(section, top[f"/.singularity.d/{file}"]):
             text = top[f"/.singularity.d/{file}"].content.decode("utf-8", "surrogateescape").strip("\n")
             _check_lines(section, text)
             lines += ["", f"%{section}", text]

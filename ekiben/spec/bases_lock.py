@@ -90,7 +90,7 @@ def _bind(stage: Stage, definition: Definition, recipe_folder: Path, stack: Stac
             definition.root / agent.image_file(stage.header),
             f"{definition.path}:{_line_of_from(definition.text)}: From",
         )
-        digest = agent.file_digest(path, stack.arch)
+        digest = agent.file_digest(path, stage.header, stack.arch)
         return replace(stage, header={**stage.header, "file": str(path), "digest": digest})
     if not (reference := base_reference(stage)):
         return stage

@@ -44,10 +44,13 @@ REFUSED = {
     "pre": "it runs on the host, outside any cache key; do the work in %post",
 }
 
+_MODULES = {"docker-archive": "docker_archive", "oci-archive": "oci_archive"}  # whose name no module can have
+
 # Headers that each agent reads; plug-ins declare their headers.
 AGENT_HEADERS = {
     LOCAL: ("from",),
     "docker": ("from", "registry", "namespace"),
+    **dict.fromkeys(("docker-archive", "oci", "oci-archive"), ("from",)),
     "debootstrap": ("osversion", "mirrorurl", "include"),
 }
 
@@ -60,9 +63,6 @@ OTHER_AGENTS = {
     "oras": _PULLED.format("oras"),
     "docker-daemon": "push the image to a registry, then Bootstrap: docker; or "
     + _CONVERTED.format("docker-daemon:NAME"),
-    "docker-archive": _CONVERTED.format("docker-archive:FILE"),
-    "oci": _CONVERTED.format("oci:FOLDER"),
-    "oci-archive": _CONVERTED.format("oci-archive:FILE"),
     "scratch": _CONVERTED.format("FILE.def"),
     "busybox": "an image with busybox from a registry: Bootstrap: docker and From: busybox",
     "arch": "an image of the distribution from a registry: Bootstrap: docker and From: archlinux",
@@ -164,7 +164,16 @@ def load_agent(bootstrap: str) -> Agent:
 
     Agents make root file systems, above this module: here they are a folder to which others add, and known by name.
     """
-    return cast(Agent, plugins.load(BASES, BASES_GROUP, bootstrap, option="Bootstrap", kind="agent"))
+    if bootstrap in _MODULES.values():
+        raise UsageError(f"Bootstrap: no agent '{bootstrap}'." + nearest(bootstrap, _MODULES))
+    name = _MODULES.get(bootstrap, bootstrap)
+    return cast(Agent, plugins.load(BASES, BASES_GROUP, name, option="Bootstrap", kind="agent"))
+
+
+def agent_names() -> list[str]:
+    """Return the names of all agents."""
+    of_module = {module: name for name, module in _MODULES.items()}
+    return sorted(of_module.get(name, name) for name in plugins.names(BASES, BASES_GROUP))
 
 
 def declared_arguments(text: str) -> set[str]:
@@ -300,7 +309,7 @@ class _Reader:
                 for problem in load_agent(bootstrap).header_problems(header):
                     self.problem(line, problem)
             except UsageError as error:
-                known = plugins.names(BASES, BASES_GROUP)
+                known = agent_names()
                 missing = f"'Bootstrap: {bootstrap}' is not supported" if bootstrap else "no 'Bootstrap:' key"
                 way = f": {OTHER_AGENTS[bootstrap]}" if bootstrap in OTHER_AGENTS else f".{nearest(bootstrap, known)}"
                 self.problem(line, str(error) if bootstrap in known else missing + way)

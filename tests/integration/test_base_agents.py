@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from ekiben.formats.sif import read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_entries
-from workspaces import Cli, RecipeFolder, Workspace, need
+from test_definition_corpus import Lab, lab
+from test_environment_scripts import run as variables
+from test_environment_scripts import sif_of
+from workspaces import USER, Cli, RecipeFolder, Workspace, give, need
 
+__all__ = ["lab"]
 pytestmark = pytest.mark.covers("ekiben/builder/bases")
 
 # What each of both writes into its image, of its own.
@@ -58,3 +63,45 @@ def test_sif_of_apptainer_as_base(compressor: str, recipe_folder: RecipeFolder, 
     (store / "one.sif").rename(folder / "base.sif")
     cli.run("--store", store, "image", folder, "--format", "sif", "--no-verify", "-o", store / "two.sif", cwd=folder)
     assert files_of(store / "two.sif") == built
+
+
+@pytest.fixture(scope="module")
+def saved(lab: Lab) -> Path:
+    """What `docker save` writes of an image with deletions in its layers, and a configuration."""
+    need("skopeo", "docker")
+    context = Path(tempfile.mkdtemp(dir=lab.out))
+    give(context, USER)
+    lab.apptainer("build", "--fakeroot", "--sandbox", context / "root", "base.sif")
+    lines = ["FROM scratch", "COPY root /", "ENV A='of the base'", "RUN echo 1 >/etc/new && rm /etc/old"]
+    lines += ["RUN rm -r /usr/share/doc && mkdir /usr/share/doc && echo 2 >/usr/share/doc/own"]
+    lines += ["LABEL L=base", 'ENTRYPOINT ["/usr/bin/env"]', 'CMD ["-0"]']
+    (context / "Dockerfile").write_text("\n".join(lines))
+    tag, tar = "ekiben-test/archive:1", lab.recipe.path / "saved.tar"
+    subprocess.run(["docker", "build", "-q", "-t", tag, context], check=True, capture_output=True)
+    try:
+        subprocess.run(["docker", "save", "-o", tar, tag], check=True)
+    finally:
+        subprocess.run(["docker", "rmi", "--force", tag], check=False, capture_output=True)
+    tar.chmod(0o644)
+    return tar
+
+
+@pytest.mark.parametrize("agent", ["docker-archive", "oci", "oci-archive"])
+def test_image_in_a_file_as_base(agent: str, saved: Path, lab: Lab) -> None:
+    """A real image: its files, variables and program are Apptainer's."""
+    source = {"docker-archive": "saved.tar", "oci": "layout", "oci-archive": "layout.tar"}[agent]
+    if agent != "docker-archive":
+        target = f"{agent}:{saved.parent}/{source}:one"
+        subprocess.run(["skopeo", "copy", "-q", f"docker-archive:{saved}", target], check=True)
+    text = f"Bootstrap: {agent}\nFrom: {source}\n\n%environment\n    export B=$A.\n"
+    _, image = lab.build(text)
+    ours, theirs = sif_of(lab, image), lab.sandbox(text)
+    seen = {path: content for path, (kind, _, _, content) in files_of(ours).items() if kind == "file"}
+    expected = {path: (theirs / path).read_bytes() for path in seen if (theirs / path).is_file()}
+    assert {path: seen[path] for path in expected} == expected
+    assert seen["etc/new"] == b"1\n" and seen["usr/share/doc/own"] == b"2\n"
+    assert "etc/old" not in seen and "usr/share/doc/old" not in seen
+    shown = [variables(lab, {}, "run", path) for path in (ours, theirs)]
+    assert shown[0] == shown[1]
+    assert (shown[0]["A"], shown[0]["B"]) == ("of the base", "of the base.")
+    assert image.labels["L"] == "base"

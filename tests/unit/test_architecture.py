@@ -192,7 +192,7 @@ READ_OTHERWISE = {
     "builder/surroundings.py _kernel_text Path(path).read_text": "the kernel's",
     "builder/_stage.py import_result (staging / 'blob').open": "written by this process",
     "builder/bases/debootstrap.py _bootstrapped source_file.open": "written by this process",
-    "builder/bases/docker.py entries (staging / f'{number}.squashfs').open": "written by this process",
+    "builder/bases/_image.py image_entries (staging / f'{number}.squashfs').open": "written by this process",
     "builder/layer.py _drift blob.open": "written by this process",
     "builder/layer.py _files_tar file.open": "File.open is open_regular",
     "builder/layer.py _make blob.open": "written by this process",

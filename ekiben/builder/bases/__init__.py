@@ -7,8 +7,8 @@ imports inside `entries`.
 
 An agent may have further functions, which ekiben.spec.bases_lock calls. ``image_reference(header)`` names the image of
 a registry, whose tag bases.lock binds: the header that the other functions get has its digest in ``from``.
-``image_file(header)`` names a file, and ``file_digest(path, arch)`` returns its digest: their header has ``file``, the
-path, and ``digest``.
+``image_file(header)`` names a file, and ``file_digest(path, header, arch)`` returns its digest: their header has
+``file``, the path, and ``digest``.
 """
 
 from __future__ import annotations

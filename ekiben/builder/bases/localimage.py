@@ -39,7 +39,7 @@ def image_file(header: Mapping[str, str]) -> str:
     return header["from"]
 
 
-def file_digest(path: Path, arch: str) -> str:
+def file_digest(path: Path, header: Mapping[str, str], arch: str) -> str:
     """Return the digest of the partitions of a SIF for ``arch``. Raises DefinitionError for what is no such base."""
     try:
         status = path.stat()

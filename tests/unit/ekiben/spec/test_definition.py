@@ -14,6 +14,7 @@ from ekiben.spec.environment import depends_on_start, expand, table_script, writ
 
 HEADER = "Bootstrap: localimage\nFrom: python.sif\n"
 DIGEST = "sha256:" + "0" * 64
+AGENTS = "debootstrap, docker, docker-archive, localimage, oci, oci-archive"
 
 
 def read(tmp_path: Path, text: str, **arguments: str) -> Definition:
@@ -460,7 +461,7 @@ From: python.sif
         text = HEADER + "%post\ncat <<E\nbootstrap: x\nE\n"
         assert problems(tmp_path, text) == [
             "x.def:6: expected 'Key: value' or a %section, found: E",
-            "x.def:5: 'Bootstrap: x' is not supported. Known: debootstrap, docker, localimage.",
+            f"x.def:5: 'Bootstrap: x' is not supported. Known: {AGENTS}.",
         ]
 
 
@@ -516,7 +517,10 @@ class TestRefused:
                 "Bootstrap: localimage\nFrom a.sif\nFrom: a.sif\n",
                 "x.def:2: expected 'Key: value' or a %section, found: From a.sif",
             ),
-            ("From: a.sif\n", "x.def:1: no 'Bootstrap:' key. Known: debootstrap, docker, localimage."),
+            (
+                "From: a.sif\n",
+                f"x.def:1: no 'Bootstrap:' key. Known: {AGENTS}.",
+            ),
             ("Bootstrap: dokcer\nFrom: a\n", "x.def:1: 'Bootstrap: dokcer' is not supported. Did you mean 'docker'?"),
             (
                 "Bootstrap: library\nFrom: a\n",
@@ -545,8 +549,14 @@ class TestRefused:
                 "Bootstrap: docker\nFrom: debian:12\nNamespace: A b\n",
                 "x.def:1: From: A b/debian:12 is no reference to an image",
             ),
-            ("", "x.def:1: no 'Bootstrap:' key. Known: debootstrap, docker, localimage."),
-            ("%post\n    true\n", "x.def:1: no 'Bootstrap:' key. Known: debootstrap, docker, localimage."),
+            (
+                "",
+                f"x.def:1: no 'Bootstrap:' key. Known: {AGENTS}.",
+            ),
+            (
+                "%post\n    true\n",
+                f"x.def:1: no 'Bootstrap:' key. Known: {AGENTS}.",
+            ),
         ],
     )
     def test_single_problem_is_reported(self, tmp_path: Path, text: str, message: str) -> None:
