@@ -236,8 +236,8 @@ def _is_of_base(section: str, file: File) -> bool:
 def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
     assert layer.stage is not None
     tar = tars.get(layer.cache_key)
-    if "file" in layer.stage.header:
-        what = "a SIF" if layer.stage.bootstrap == LOCAL else "an image in a file"
+    if "file" in layer.stage.header or layer.stage.bootstrap == "oras":
+        what = "a SIF" if layer.stage.bootstrap in (LOCAL, "oras") else "an image in a file"
         raise UsageError(f"a Dockerfile cannot begin with {what}: From: {layer.stage.header['from']}")
     return ["FROM scratch", f"ADD {tar} /"] if tar else [f"FROM {layer.stage.header['from']}"]
 
@@ -366,7 +366,7 @@ def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str
     assert base.stage is not None
     header = {key: value for key, value in base.stage.header.items() if value and key not in ("mirrorurl", "stage")}
     names = {"bootstrap": "Bootstrap", "from": "From", "osversion": "OSVersion", "include": "Include"}
-    lines = [f"{names[key]}: {value}" for key, value in header.items() if key in names]
+    lines = [f"{names[key]}: {value.removeprefix('oras://')}" for key, value in header.items() if key in names]
     if base.stage.bootstrap == "debootstrap":
         lines += [_MIRROR]
     lines += [f"Stage: {name}"] if name else []

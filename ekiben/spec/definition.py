@@ -50,7 +50,7 @@ _MODULES = {"docker-archive": "docker_archive", "oci-archive": "oci_archive"}  #
 AGENT_HEADERS = {
     LOCAL: ("from",),
     "docker": ("from", "registry", "namespace"),
-    **dict.fromkeys(("docker-archive", "oci", "oci-archive"), ("from",)),
+    **dict.fromkeys(("docker-archive", "oci", "oci-archive", "oras"), ("from",)),
     "debootstrap": ("osversion", "mirrorurl", "include"),
 }
 
@@ -60,7 +60,6 @@ _CONVERTED = "`apptainer build base.sif {}` once, then Bootstrap: localimage and
 OTHER_AGENTS = {
     "library": _PULLED.format("library"),
     "shub": _PULLED.format("shub"),
-    "oras": _PULLED.format("oras"),
     "docker-daemon": "push the image to a registry, then Bootstrap: docker; or "
     + _CONVERTED.format("docker-daemon:NAME"),
     "scratch": _CONVERTED.format("FILE.def"),

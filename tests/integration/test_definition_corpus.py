@@ -374,7 +374,6 @@ REFUSED_HEADERS: dict[str, Refusal] = {
         agent: (f"Bootstrap: {agent}\nFrom: x\n", f"'Bootstrap: {agent}' is not supported", f"`{agent}`")
         for agent in (
             "library",
-            "oras",
             "shub",
             "docker-daemon",
             "yum",

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from ekiben.artifacts.export import export
+from ekiben.core.environment import platform
+from ekiben.core.errors import DefinitionError, FetchError, UsageError
 from ekiben.core.progress import Progress
 from ekiben.inspect.image_info import image_of_sif
+from ekiben.registry.client import Registry
+from ekiben.registry.reference import Reference
+from ekiben.resolve.render import deffile, dockerfile
+from support.image_files import SmallImage, write_folder
 from test_definition_corpus import HEADER, Lab, lab
 from test_environment_scripts import docker, run, sif_of, variables
+from test_registry_base import REGISTRY
+from workspaces import Cli
 
 __all__ = ["docker", "lab"]
 pytestmark = pytest.mark.covers("ekiben/builder/bases", "ekiben/builder", "ekiben/resolve", "ekiben/formats")
@@ -136,6 +145,48 @@ def test_an_image_of_ours_is_a_base(lab: Lab) -> None:
     assert labels(lab, sif) == {"L": "base", "LP": "of post", "M": "two words", "S": "second"}
     assert "Help of the base." in inspected(lab, sif, "--helpfile")
     assert image.labels["org.opencontainers.image.title"] == lab.recipe.path.name
+
+
+def test_sif_in_a_registry_is_a_base(lab: Lab, cli: Cli) -> None:
+    """Apptainer pushes it; its tag is locked, and the image is that on the same SIF as a file."""
+    folder, name = lab.recipe.path, f"{REGISTRY}/ekiben-test/sif-base"
+    sif_of_apptainer(lab, HEADER + BASES["all"])
+    lab.apptainer("push", "--no-https", folder / "theirs.sif", f"oras://{name}:1")
+    _, local = lab.build(ON_IT + CHILDREN["environment"])
+    text = f"Bootstrap: oras\nFrom: {name}:1\n{CHILDREN['environment']}"
+    with pytest.raises(DefinitionError, match="is not locked"):
+        lab.resolve(text)
+    cli.run("lock", folder, cwd=folder)
+    locked = json.loads((folder / "bases.lock").read_text())
+    assert list(locked) == [f"oras://{name}:1"]
+    digest = locked[f"oras://{name}:1"][platform()]
+    assert "name the same images" in cli.run("lock", folder, "--outdated", cwd=folder).stdout
+    resolved, image = lab.build(text)
+    assert [layer.diff_id for layer in image.layers[:-1]] == [layer.diff_id for layer in local.layers[:-1]]
+    ours, theirs = sif_of(lab, image), lab.sandbox(text, "--no-https")
+    shown = [run(lab, {}, "exec", path, "env", "-0") for path in (ours, theirs)]
+    assert shown[0] == shown[1] != {}
+    assert lab.resolve(text.replace(":1", f":1@{digest}")).layers[0].cache_key == resolved.layers[0].cache_key
+    with pytest.raises(UsageError, match="cannot begin with a SIF"):
+        dockerfile(resolved)
+    rendered = deffile(resolved).split("\n")
+    assert f"From: {name}:1@{digest}" in rendered
+    (folder / "bases.lock").write_text(json.dumps({f"oras://{name}:1": {platform(): f"sha256:{'0' * 64}"}}))
+    with pytest.raises(FetchError, match="404"):
+        lab.build(text)
+    with pytest.raises(FetchError, match="is no SIF"):
+        lab.build(f"Bootstrap: oras\nFrom: {pushed_image()}\n")
+
+
+def pushed_image() -> str:
+    """An image of layers in the registry, by its digest."""
+    tiny = f"{REGISTRY}/ekiben-test/not-a-sif"
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), SmallImage().layout())
+        argv = ["skopeo", "copy", "-q", "--dest-tls-verify=false", f"oci:{folder}:small", f"docker://{tiny}:1"]
+        subprocess.run(argv, check=True)
+    registry = Registry(Reference.parse(f"{tiny}:1"))
+    return f"{tiny}@{registry.fetch_manifest()[1]}"
 
 
 def test_docker_image_on_a_sif(lab: Lab, docker: str) -> None:

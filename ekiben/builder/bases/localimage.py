@@ -53,19 +53,19 @@ def file_digest(path: Path, header: Mapping[str, str], arch: str) -> str:
 @functools.lru_cache(maxsize=64)
 def _file_digest(path: Path, arch: str, version: tuple[int, int, int]) -> str:
     """Return the digest; of a file of gigabytes that stays the same (``version``), it is computed once in a process."""
-    info = _read(path)
-    if info.arch not in (arch, "unknown"):
-        raise DefinitionError(f"From: {path} is an image for {info.arch}, and the stack's is {arch}")
+    info = read_sif_base(path, arch)
     with open_regular(path) as stream:
         return _digest(stream, info)
 
 
-def _read(path: Path) -> SifInfo:
-    """Read the header of a SIF whose partitions can be read. Raises StoreError, DefinitionError."""
+def read_sif_base(path: Path, arch: str) -> SifInfo:
+    """Read the header of a SIF for ``arch`` whose partitions can be read. Raises StoreError, DefinitionError."""
     from ekiben.formats.sif import PARTITION, SQUASHFS, read_runnable_sif
     from ekiben.formats.squashfs.reader import SquashfsReader
 
     info = read_runnable_sif(path)
+    if info.arch not in (arch, "unknown"):
+        raise DefinitionError(f"From: {path} is an image for {info.arch}, and the stack's is {arch}")
     refused = [item for item in info.descriptors if item.data_type == PARTITION and item.file_system != SQUASHFS]
     if refused:
         kind = _FILE_SYSTEMS.get(refused[0].file_system, "of an unknown kind")
@@ -103,7 +103,7 @@ def entries(
     path = Path(layer.stage.header["file"])
     with contextlib.ExitStack() as stack:
         try:
-            info = _read(path)
+            info = read_sif_base(path, str(layer.inputs["platform"]).partition("/")[2])
             stream = stack.enter_context(open_regular(path))
             if _digest(stream, info) != layer.stage.header["digest"]:
                 raise FetchError(f"{path} was changed since its key was computed", hint="build again")
