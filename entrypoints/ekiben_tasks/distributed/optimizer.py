@@ -1,35 +1,98 @@
-"""Make the optimizer of every strategy: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), norms without decay."""
+"""Make the optimizer of every strategy: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), norms without decay.
+
+Where the trained weights are complete in every process, others are there, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ekiben_tasks.distributed.options import OptimizerName
 from ekiben_tasks.distributed.saved_state import Reader
+
+# Bytes per weight of an optimizer's state and an exact copy of the weight.
+STATE_SIZES: dict[OptimizerName, int] = {"adamw": 12, "adamw_8bit": 6, "adafactor": 5, "muon": 12}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """Hold the learning rate, the weight decay, and the norm that gradients are clipped to."""
+    """Hold the optimizer's name and numbers."""
 
     learning_rate: float
     weight_decay: float
     max_grad_norm: float  # longer gradients are clipped to this; 0: none are
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
+    name: OptimizerName = "adamw"
 
 
 def make_optimizer(
-    parameters: list[torch.Tensor], config: OptimizerConfig, device: torch.device
+    parameters: list[torch.Tensor], config: OptimizerConfig, device: torch.device, tables: Collection[int] = ()
 ) -> torch.optim.Optimizer:
-    """Return AdamW for ``parameters``, of any shapes, fused on a GPU."""
-    return torch.optim.AdamW(decay_groups(parameters, config), lr=config.learning_rate, fused=device.type == "cuda")
+    """Return the optimizer of ``parameters``, of any shapes; AdamW is fused on a GPU.
+
+    tables: ids of those that belong to embeddings and head, which Muon leaves to AdamW.
+    """
+    groups, common = decay_groups(parameters, config), {"lr": config.learning_rate, "betas": config.betas}
+    if config.name == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, **common)
+    if config.name == "adafactor":  # as transformers' Trainer makes it
+        from transformers.optimization import Adafactor
+
+        return Adafactor(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
+    if config.name == "muon":
+        matrices = [each for each in parameters if each.ndim == 2 and id(each) not in tables]
+        if matrices:
+            kept = {id(each) for each in matrices}
+            others = decay_groups([each for each in parameters if id(each) not in kept], config)
+            return MuonWithAdamW(matrices, others, config, fused=device.type == "cuda")
+    return torch.optim.AdamW(groups, **common, fused=device.type == "cuda")
+
+
+class MuonWithAdamW:
+    """Step matrices by Muon (Jordan et al. 2024), all else by AdamW, at one learning rate.
+
+    Muon's update is scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+    """
+
+    def __init__(
+        self, matrices: list[torch.Tensor], others: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool
+    ) -> None:
+        rate, decay = config.learning_rate, config.weight_decay
+        self.parts = [torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=rate, betas=config.betas, fused=fused))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of both."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        """Update the weights."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of both."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        for part, kept in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(kept)
 
 
 def name_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return what implements ``optimizer``: "torch.optim.AdamW, fused" or "deepspeed.ops.adam.DeepSpeedCPUAdam"."""
+    if isinstance(optimizer, MuonWithAdamW):
+        return " and ".join(map(name_optimizer, optimizer.parts))
     kind = type(optimizer)
     fused = ", fused" if optimizer.defaults.get("fused") else ""
     return f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}{fused}"

@@ -11,6 +11,8 @@ from typing import Literal
 
 from ekiben_tasks.task.settings import option
 
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
+
 
 @dataclass(frozen=True)
 class DeepSpeed:

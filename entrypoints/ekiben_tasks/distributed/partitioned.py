@@ -250,6 +250,6 @@ def _make_optimizer(
         from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
         if options.offload == "none":
-            return FusedAdam(groups, lr=config.learning_rate, adam_w_mode=True)
-        return DeepSpeedCPUAdam(groups, lr=config.learning_rate, adamw_mode=True)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+            return FusedAdam(groups, lr=config.learning_rate, betas=config.betas, adam_w_mode=True)
+        return DeepSpeedCPUAdam(groups, lr=config.learning_rate, betas=config.betas, adamw_mode=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)

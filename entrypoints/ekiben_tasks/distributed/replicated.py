@@ -43,7 +43,12 @@ class ReplicatedStrategy:
         for copy, gradient, parameter in zip(self.copies, self.gradient.split(sizes), self.parameters, strict=True):
             copy.grad = gradient.view_as(parameter)
             parameter.register_post_accumulate_grad_hook(_make_accumulator(copy.grad))
-        self.optimizer = make_optimizer(self.copies, config, device)
+        causal = loss_module.causal
+        ends = [each for each in (causal.get_input_embeddings(), causal.get_output_embeddings()) if each is not None]
+        in_tables = {id(parameter) for module in ends for parameter in module.parameters()}
+        pairs = zip(self.copies, self.parameters, strict=True)
+        tables = {id(copy) for copy, parameter in pairs if id(parameter) in in_tables}
+        self.optimizer = make_optimizer(self.copies, config, device, tables)
         # fp16 gradients underflow without it; a no-op elsewhere.
         self.scaler = torch.GradScaler(device.type, enabled=loss_module.dtype == torch.float16)
 

@@ -16,10 +16,11 @@ from ekiben_tasks.distributed.strategy import ParallelStrategy
 from ekiben_tasks.models.adapter import save_adapter
 from ekiben_tasks.task import files
 from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.settings import describe
+from ekiben_tasks.training.settings import Settings
 
 KEEP = 2
 # Checkpoints of earlier releases, which are still continued, have other names, and not all settings.
-_NEW_SETTINGS = {"packing": "false", "long_examples": "drop"}
 _FORMER_NAMES = {"last_test_loss": "last_eval_loss", "test_share": "validation_split"}
 
 
@@ -178,7 +179,8 @@ def load(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except Exception as error:
         raise TaskError(f"{path}: cannot be read ({error}); remove it, or start again with --overwrite") from error
-    state["fingerprint"] = _NEW_SETTINGS | current_names(state.get("fingerprint", {}))
+    defaults = {name: value for name, value, _ in describe(Settings())}  # also of settings that it does not have yet
+    state["fingerprint"] = defaults | current_names(state.get("fingerprint", {}))
     return current_names(state)
 
 

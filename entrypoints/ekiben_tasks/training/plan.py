@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ekiben_tasks.distributed.optimizer import OptimizerConfig
+from ekiben_tasks.distributed.optimizer import STATE_SIZES, OptimizerConfig
 from ekiben_tasks.distributed.strategy import StrategyModule
 from ekiben_tasks.models.device import Device, compiler_missing
 from ekiben_tasks.models.memory import SPREAD, Memory, MemoryProfile
@@ -29,7 +29,13 @@ class Plan:
     def optimizer(self) -> OptimizerConfig:
         """Return the optimizer's part of the plan."""
         settings = self.settings
-        return OptimizerConfig(settings.learning_rate, settings.weight_decay, settings.max_grad_norm)
+        return OptimizerConfig(
+            settings.learning_rate,
+            settings.weight_decay,
+            settings.max_grad_norm,
+            (settings.adam_beta1, settings.adam_beta2),
+            settings.optimizer,
+        )
 
     def step_tokens(self, longest: int, processes: int) -> int:
         """Return how many tokens of a step one of ``processes`` has at most. longest: of an example."""
@@ -46,21 +52,31 @@ class Plan:
 
     def warmup(self, steps: int) -> int:
         """Return how many of ``steps`` are the warm-up, as transformers' TrainingArguments.get_warmup_steps()."""
-        warmup = self.settings.warmup_steps
-        return int(warmup) if warmup >= 1 else math.ceil(warmup * steps)
+        return _count(self.settings.warmup_steps, steps)
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of ``step`` (from 0) of ``steps``: a linear warm-up, then the schedule.
 
-        The schedule falls to 0 linearly or along half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation
-        5, without restarts), or is constant.
+        It falls to min_learning_rate linearly or along half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983,
+        equation 5, without restarts), in decay_steps at the end alone (wsd: Hu et al. 2024, arXiv:2404.06395), or
+        not.
         """
-        warmup = self.warmup(steps)
+        settings, warmup = self.settings, self.warmup(steps)
+        low = settings.min_learning_rate / settings.learning_rate
         if step < warmup:
-            return self.settings.learning_rate * (step + 1) / warmup
-        left = (steps - step) / max(steps - warmup, 1)
-        shares = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2, "constant": 1.0}
-        return self.settings.learning_rate * shares[self.settings.schedule]
+            share = (step + 1) / warmup
+            # As transformers has it, whose other warm-ups begin at 0.
+            return settings.learning_rate * (low + (1 - low) * share if settings.schedule == "wsd" else share)
+        begin = max(warmup, steps - _count(settings.decay_steps, steps)) if settings.schedule == "wsd" else warmup
+        left = min((steps - step) / max(steps - begin, 1), 1.0)
+        cosine = (1 - math.cos(math.pi * left)) / 2
+        shares = {"linear": left, "cosine": cosine, "wsd": cosine, "constant": 1.0}
+        return settings.learning_rate * (low + (1 - low) * shares[settings.schedule])
+
+
+def _count(number: float, steps: int) -> int:
+    """Return a number of steps, of which a ``number`` below 1 is a share."""
+    return int(number) if number >= 1 else math.ceil(number * steps)
 
 
 def make_plan(settings: Settings, device: Device, memory: Memory, profile: MemoryProfile, data: Prepared) -> Plan:
@@ -100,6 +116,7 @@ def memory_choices(
         "gpus": processes,
         "offload": offload,
         "bits": settings.bits,
+        "optimizer_size": STATE_SIZES[settings.optimizer],
         "size": device.dtype.itemsize,
         "keeps_scores": settings.attention == "math",
         "compiled": will_compile(strategy, settings, device, tokens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from ekiben_tasks.data.schema import DatasetFormat, check_format
 from ekiben_tasks.data.sources import Mixture
 from ekiben_tasks.distributed import strategy
-from ekiben_tasks.distributed.options import DeepSpeed
+from ekiben_tasks.distributed.options import DeepSpeed, OptimizerName
 from ekiben_tasks.models.attention_kernel import AttentionKernel, missing_package
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task import errors
@@ -82,13 +83,20 @@ class Settings:
     batch_size: int = option(32, "rows of one step of the optimizer, over all GPUs")
     micro_batch: int | Literal["auto"] = option("auto", "rows at a time; auto: what fits. The gradient is the same")
     learning_rate: float = option(3e-4, "highest learning rate")
-    schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", "decay after the warm-up: linear or cosine to 0, or constant"
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = option(
+        "linear", "decay after the warm-up: linear, cosine, constant: none, or wsd: a cosine in decay_steps at the end"
     )
+    min_learning_rate: float = option(0.0, "lowest learning rate, which a decay reaches after the last step")
+    decay_steps: int | float = option(0.1, "steps of wsd's decay; below 1: this share of all steps, rounded up")
     warmup_steps: int | float = option(
         0.1, "steps until the highest learning rate; below 1: this share of all steps, rounded up", old="warmup_ratio"
     )
-    weight_decay: float = option(0.0, "AdamW's weight decay; norms and biases have none")
+    optimizer: OptimizerName = option(  # noqa: RUF009  it makes a field
+        "adamw", "adamw_8bit: bitsandbytes'; adafactor: transformers'; muon: torch's for matrices in blocks, else adamw"
+    )
+    adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients")
+    adam_beta2: float = option(0.999, "AdamW's decay of the mean of their squares")
+    weight_decay: float = option(0.0, "the optimizer's weight decay; norms and biases have none")
     max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this; 0: no clipping")
     eval_every: int = option(500, "steps between evaluations; the last step has one")
     save_minutes: float = option(15, "minutes between checkpoints; there is one after every epoch and on SIGTERM")
@@ -171,6 +179,7 @@ def check(settings: Settings) -> None:
         f"setting {name}: must be at least 0, not {value}"
         for name, value in [
             ("warmup_steps", settings.warmup_steps),
+            ("decay_steps", settings.decay_steps),
             ("weight_decay", settings.weight_decay),
             ("eval_every", settings.eval_every),
             ("save_minutes", settings.save_minutes),
@@ -178,6 +187,14 @@ def check(settings: Settings) -> None:
         ]
         if not 0 <= value < math.inf
     ]
+    problems += [
+        f"setting {name}: must be at least 0 and below 1, not {value}"
+        for name, value in [("adam_beta1", settings.adam_beta1), ("adam_beta2", settings.adam_beta2)]
+        if not 0 <= value < 1
+    ]
+    if not 0 <= settings.min_learning_rate <= settings.learning_rate:
+        problems.append(f"setting min_learning_rate: must be from 0 to learning_rate, not {settings.min_learning_rate}")
+    problems += _optimizer_problems(settings)
     if not 0 <= settings.validation_split < 1:
         problems.append(f"setting validation_split: must be at least 0 and below 1, not {settings.validation_split}")
     if not 0 <= settings.lora.dropout < 1:
@@ -200,6 +217,20 @@ def check(settings: Settings) -> None:
         raise errors.SettingError("\n".join(problems))
 
 
+def _optimizer_problems(settings: Settings) -> list[str]:
+    """Return why the optimizer cannot be had with the other settings, or in this image."""
+    way = f"setting optimizer={settings.optimizer}"
+    if settings.optimizer == "adamw":
+        return []
+    if settings.parallel == "deepspeed" or (settings.parallel == "fsdp" and settings.method == "full"):
+        return [
+            f"{way}: its state cannot be sharded by parallel={settings.parallel}; take parallel=ddp, or optimizer=adamw"
+        ]
+    if settings.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        return [f"{way}: this image has no bitsandbytes; take one with the layer huggingface, or optimizer=adamw"]
+    return []
+
+
 def list_unused(settings: Settings, parallel: str) -> list[str]:
     """Return a sentence for each group of changed settings that the run does not use. parallel: its strategy."""
     is_split = isinstance(settings.data, list) and all(
@@ -216,6 +247,9 @@ def list_unused(settings: Settings, parallel: str) -> list[str]:
         (settings.form.kind != "chat", ("form.chat",), f"with form.kind={settings.form.kind}"),
         (settings.form.kind != "text", ("form.column",), f"with form.kind={settings.form.kind}"),
         (settings.form.kind == "text", ("mask_prompt", "long_examples"), "with form.kind=text"),
+        (settings.schedule != "wsd", ("decay_steps",), f"with schedule={settings.schedule}"),
+        (settings.schedule == "constant", ("min_learning_rate",), "with schedule=constant"),
+        (settings.optimizer == "adafactor", ("adam_beta1", "adam_beta2"), "with optimizer=adafactor"),
         (not is_mixture, ("mixture",), "where no source of the data has a weight"),
         (is_split, ("validation_split",), "where each source of the data has its own"),
     ]

@@ -45,6 +45,8 @@ VALUES: dict[str, Any] = {
     "schedule": "cosine",
     "long_examples": "cut",
     "mixture": "all_exhausted",
+    "optimizer": "muon",
+    "min_learning_rate": 1e-5,
     "gradient_checkpointing": True,
     "compile": True,
     "attention": "math",
@@ -129,6 +131,7 @@ def test_training_reads_every_setting_or_names_it(
         last_layer=("ln_f",),
         form=DatasetFormat(prompt="{a}", response="{b}", chat="prompter", column="c"),
         mixture="all_exhausted",
+        decay_steps=5,
         deepspeed=DeepSpeed(stage=2, offload="optimizer", optimizer="torch"),
     )
     sentences = list_unused(changed, "none")
@@ -148,6 +151,12 @@ def test_training_reads_every_setting_or_names_it(
             {"data": [{"source": "a/b", "validation_split": 0.1}], "validation_split": 0.3},
             ["validation_split: not used where each source of the data has its own"],
         ),
+        ({"decay_steps": 5}, ["decay_steps: not used with schedule=linear"]),
+        (
+            {"schedule": "constant", "min_learning_rate": 1e-6},
+            ["min_learning_rate: not used with schedule=constant"],
+        ),
+        ({"optimizer": "adafactor", "adam_beta2": 0.95}, ["adam_beta2: not used with optimizer=adafactor"]),
         ({"mixture": "all_exhausted"}, ["mixture: not used where no source of the data has a weight"]),
         (
             {"form": DatasetFormat(kind="text"), "mask_prompt": False, "long_examples": "cut"},

@@ -46,14 +46,28 @@ def test_warmup_ratio_is_the_former_name_of_a_share(tmp_path: Path, capsys: pyte
         options.load(Settings, tmp_path / "own.yaml")
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 7), (3, 20), (0.1, 20), (19, 20), (30, 20)])
-def test_rates_are_transformers_own(schedule: str, warmup: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("changes", "name", "options"),
+    [
+        ({"schedule": "linear"}, "linear", {}),
+        ({"schedule": "cosine"}, "cosine", {}),
+        ({"schedule": "constant"}, "constant_with_warmup", {}),
+        ({"schedule": "linear", "min_learning_rate": 1e-4}, "polynomial", {"lr_end": 1e-4, "power": 1}),
+        ({"schedule": "cosine", "min_learning_rate": 1e-4}, "cosine_with_min_lr", {"min_lr": 1e-4}),
+        ({"schedule": "wsd", "decay_steps": 5}, "warmup_stable_decay", {"num_decay_steps": 5}),
+        (
+            {"schedule": "wsd", "decay_steps": 0.2, "min_learning_rate": 1e-4},
+            "warmup_stable_decay",
+            {"num_decay_steps": 4, "min_lr_ratio": 0.1},
+        ),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 3, 0.1, 15, 30])
+def test_rates_are_transformers_own(changes: dict[str, Any], name: str, options: dict[str, Any], warmup: float) -> None:
     """A warm-up begins with the rate of transformers' second step here, whose first one is 0 and trains nothing."""
-    plan = make_plan(schedule=schedule, warmup_steps=warmup, learning_rate=1e-3)
+    steps, plan = 20, make_plan(**changes, warmup_steps=warmup, learning_rate=1e-3)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    name = "constant_with_warmup" if schedule == "constant" else schedule
-    scheduler = get_scheduler(name, optimizer, plan.warmup(steps), steps)
+    scheduler = get_scheduler(name, optimizer, plan.warmup(steps), steps, scheduler_specific_kwargs=options)
     rates = []
     for _ in range(steps + 1):
         rates.append(scheduler.get_last_lr()[0])
