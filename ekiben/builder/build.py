@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben.builder.base_config import base_config_of, merged_labels
+from ekiben.builder.early_cutoff import equal_layer
 from ekiben.builder.environment import evaluated_of
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
 from ekiben.builder.plan import (
@@ -198,7 +199,7 @@ class _Build:
             else:
                 layer = self._pull(action)
             if layer is None:
-                layer = self._make(action, lower)
+                layer = self._reuse(action.layer, lower) or self._make(action, lower)
                 self.store.put_layer(layer)
         self._layers[key] = layer
         return layer
@@ -216,6 +217,24 @@ class _Build:
         if layer is None:
             log_decision(f"layer {action.layer.name}", "BUILD", f"planned as PULL, and {registry} no longer has it")
         return layer
+
+    def _reuse(self, layer: Layer, lower: Sequence[StoredLayer]) -> StoredLayer | None:
+        """Return a stored layer with the same inputs on layers with the same files; None where there is none.
+
+        Raises LockMismatchError when ``options.locked`` refuses what was installed.
+        """
+        stored = equal_layer(layer, lower, self.store)
+        if stored is None:
+            return None
+        if self.builder.options.locked:
+            refuse_drift(stored.drift)
+        self.store.put_layer(stored)
+        if self.store.layer(layer.cache_key) is None:  # a prune that began before this build removed its blob
+            return None
+        self.builder.reused.append(layer.name)
+        log_decision(f"layer {layer.name}", "not built", "the layers below came out as before, its inputs are the same")
+        self.progress.log(f"layer {layer.name}: not built again, the layers below came out as before")
+        return stored
 
     def _make(self, action: Action, lower: Sequence[StoredLayer]) -> StoredLayer:
         layer = action.layer

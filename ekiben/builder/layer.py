@@ -86,6 +86,7 @@ class LayerBuilder:
 
     def __init__(self, context: BuildContext, last_script: str | None = None) -> None:
         self.store, self.progress, self.options = context.store, context.progress, context.options
+        self.reused = context.reused
         self._recipe, self._stack = context.resolved.recipe.name, context.resolved.stack
         self._last_script = last_script
         self._executor: tuple[str, Executor] | None = None

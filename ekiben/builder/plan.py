@@ -85,12 +85,16 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """A build of one recipe: the store of its layers, how missing ones are made, and where progress is shown."""
+    """A build of one recipe: the store of its layers, how missing ones are made, and where progress is shown.
+
+    ``reused`` takes the names of layers that were planned to be built, and were not: see early_cutoff.
+    """
 
     resolved: ResolvedRecipe
     store: Store
     options: Options
     progress: Progress
+    reused: list[str] = field(default_factory=list)
 
 
 def plan(

@@ -1,6 +1,7 @@
 """Resolve a recipe to its layers, each with a cache key.
 
 graph         the types: ResolvedRecipe, Layer, BuildStage, StageCopy
+keys          the hash of a layer's inputs
 resolve       a recipe, bound to a stack, as its layers
 base_layer    the lowest of them
 apps          files and variables of SCIF apps
@@ -11,4 +12,4 @@ render        the layers as one Dockerfile or definition file
 docker_files  compose.yaml and devcontainer.json, which start the image
 """
 
-__all__ = ["apps", "capabilities", "docker_files", "graph", "recipe_layer", "render", "resolve", "sources"]
+__all__ = ["apps", "capabilities", "docker_files", "graph", "keys", "recipe_layer", "render", "resolve", "sources"]

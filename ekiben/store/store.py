@@ -225,6 +225,12 @@ class Store:
             upstream_layer if self.has_blob(upstream_layer.digest, upstream_layer.size) else None
         )  # an own blob that is short comes first
 
+    def layers(self) -> Iterator[StoredLayer]:
+        """Yield the layers of this store, upstream apart."""
+        for key in sorted(self.records.names("keys")):
+            if layer := self.layer(key):
+                yield layer
+
     def has(self, cache_key: str) -> bool:
         """Return whether layer() returns it."""
         return self.layer(cache_key) is not None

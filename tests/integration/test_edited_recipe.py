@@ -62,3 +62,20 @@ def test_tests_of_layers_are_not_repeated(
             cli.run("--store", store, "verify", recipe_folder.path, cwd=out, code=None).returncode
             == VerifyError.exit_code
         )
+
+
+def test_scripts_above_a_layer_that_came_out_as_before_are_not_run(
+    recipe_folder: RecipeFolder, new_store: NewStore, cli: Cli, workspace: Workspace
+) -> None:
+    need("apptainer")
+    store, out, name = new_store(ME, "base"), workspace.folder("out"), recipe_folder.path.name
+    recipe_folder.layer("upper", "lower", "cat /lower >/upper; date +%N >/when")
+    recipe_folder.top("upper")
+    layers, built = [], []
+    for post in ("echo x >/lower", "# a remark\necho x >/lower", "echo y >/lower"):
+        recipe_folder.layer("lower", "base", post)
+        result = cli.image(store, recipe_folder.path, "--format", "sif", "--engine", "apptainer", cwd=out)
+        layers.append([layer["digest"] for layer in result["layers"]])
+        built.append(result["built"])
+    assert built == [["lower", "upper", name], ["lower", name], ["lower", "upper", name]]
+    assert layers[0][:3] == layers[1][:3] != layers[2][:3]

@@ -256,12 +256,13 @@ def build_recipe(
             f"give what it is built from with --bundle FILE ({command_name()} bundle makes one)"
         )
     with build_inputs(context, recipe_options, resolved, request) as (options, data):
-        result = make_image(BuildContext(resolved, store, options, progress), request.make, actions)
+        build_context = BuildContext(resolved, store, options, progress)
+        result = make_image(build_context, request.make, actions)
     task = next(iter(resolved.recipe.file.tasks), "")
     return ImageResult(
         recipe=resolved.cli_args,
         image=result.image,
-        built=missing,
+        built=[name for name in missing if name not in build_context.reused],
         artifacts=result.artifacts,
         checks=result.checks,
         data=data,
