@@ -267,12 +267,13 @@ def check_grace_period(seconds: float) -> str | None:
 class Stop:
     """Turn SIGTERM, SIGUSR1 (requeue) and the first ^C into ``exit_code``; a second ^C ends the process at once.
 
-    Until ``saves`` is set there is nothing to save, and any of these signals ends the process at once.
+    Until ``saves`` is set there is nothing to save, and any of these signals ends the process at once. unsaved: what is
+    printed then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unsaved: str = "stopping; there is nothing to save yet") -> None:
         self.exit_code: int | None = None
-        self.saves = False
+        self.saves, self.unsaved = False, unsaved
 
     def listen(self) -> None:
         """Install the signal handlers."""
@@ -284,7 +285,7 @@ class Stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.exit_code = 130 if number == signal.SIGINT else REQUEUE
         # os.write, not print: a signal may come in the middle of a print.
-        what = "saving and stopping" if self.saves else "stopping; there is nothing to save yet"
+        what = "saving and stopping" if self.saves else self.unsaved
         os.write(2, f"{signal.Signals(number).name}: {what}\n".encode())
         if not self.saves:
             os._exit(self.exit_code)

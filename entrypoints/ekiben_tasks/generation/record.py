@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ekiben_tasks.distributed.context import DistributedContext
-from ekiben_tasks.generation.settings import GenerateSettings
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.task import files, run_metadata
 from ekiben_tasks.task.adapter_folder import read_base
@@ -21,15 +20,42 @@ def record_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.run.json")
 
 
+class ModelSettings(Protocol):
+    """Name the settings that a record reads, of every task that loads a model without training it."""
+
+    @property
+    def model(self) -> str:
+        """Return the model's hub id or folder."""
+
+    @property
+    def adapter(self) -> str:
+        """Return the folder of an adapter, or an empty string."""
+
+    @property
+    def output(self) -> str:
+        """Return the file, or the folder, that the task writes."""
+
+    @property
+    def model_checksum(self) -> bool:
+        """Return whether the checksums of a local model are recorded."""
+
+
 class RunRecord:
     """Collect what a run's record has, from the moment at which its model is loaded; the main process writes it.
 
-    began: seconds since the epoch.
+    began: seconds since the epoch. file: where the record is written; None: beside the settings' output.
     """
 
-    def __init__(self, settings: GenerateSettings, device: Device, world: DistributedContext, began: float) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        device: Device,
+        world: DistributedContext,
+        began: float,
+        file: Path | None = None,
+    ) -> None:
         self.settings, self.device, self.world, self.began = settings, device, world, began
-        self.file = record_file(Path(settings.output))
+        self.file = file or record_file(Path(settings.output))
         adapter = Path(settings.adapter) / "adapter_config.json"
         names = {"model": read_base(adapter) if settings.adapter else settings.model}
         if settings.adapter:

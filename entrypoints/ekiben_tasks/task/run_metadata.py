@@ -63,7 +63,8 @@ def start_checksum(name: str, record: Path, key: str = "model") -> ModelChecksum
 def versions() -> dict[str, str]:
     """Return name → version of Python and of the libraries that a run depends on."""
     versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy"):
+    libraries = ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+    for name in (*libraries, "lm-eval", "trl"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

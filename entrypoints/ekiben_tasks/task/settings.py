@@ -181,8 +181,8 @@ def _assign(settings: Any, tree: dict[str, Any], assignment: str, problems: list
         value = _parse_yaml(text)
     except ValueError:
         value = text
-    # For a setting that is text, {question} is text: a template has its columns in braces.
-    branch[names[-1]] = text if kind is str and isinstance(value, dict) else value
+    # For a setting that is text, {question} is text: a template has its columns in braces. Nothing is an empty text.
+    branch[names[-1]] = text if kind is str and (isinstance(value, dict) or not text) else value
 
 
 def _dotted(settings: Any, prefix: str = "") -> list[str]:

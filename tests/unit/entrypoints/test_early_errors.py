@@ -20,7 +20,9 @@ sys.argv = sys.argv[1:]
 sys.path[:0] = PATHS
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-FINETUNE, BENCH, GPT = (ROOT / "recipes" / name for name in ("finetune", "lora-bench", "pretrain-gpt"))
+FINETUNE, BENCH, GPT, EVALUATE = (
+    ROOT / "recipes" / name for name in ("finetune", "lora-bench", "pretrain-gpt", "evaluate")
+)
 BAD_KEY = (["--config", "bad.yaml"], "bad.yaml: no setting 'nonsense'")
 NO_MODEL = "/nope: no such folder"
 NO_ADAPTER = "holds no adapter_config.json"
@@ -74,6 +76,17 @@ CASES: dict[str, tuple[Path, list[tuple[list[str], str]]]] = {
         ],
     ),
     "prepare_jsquad.py": (FINETUNE, [([*BAD_KEY[0], "x"], BAD_KEY[1]), (["nope.json"], "nope.json: no such file")]),
+    "harness.py": (
+        EVALUATE,
+        [
+            BAD_KEY,
+            (["--model", "./nope"], NO_MODEL),
+            (["--adapter", "empty"], NO_ADAPTER),
+            (["--model", "a/b", "--adapter", "adapter"], "the adapter adapter names a base model"),
+            (["--set", "task_folder=nope"], "nope: no such folder"),
+            (["--set", "batch_size=0"], "setting batch_size: must be at least 1"),
+        ],
+    ),
     "bench.py": (
         BENCH,
         [

@@ -17,7 +17,7 @@ sys.path[:0] = [str(ENTRYPOINTS), str(ROOT / "entrypoints")]
 LIBRARY = ROOT / "entrypoints" / "ekiben_tasks"
 FOLDERS = [ROOT / "entrypoints", *sorted((ROOT / "recipes").glob("*/entrypoints"))]
 # A package may import those of lower floors.
-FLOORS = {"task": 1, "data": 2, "models": 3, "distributed": 4, "generation": 5, "training": 6}
+FLOORS = {"task": 1, "data": 2, "models": 3, "distributed": 4, "generation": 5, "evaluation": 6, "training": 7}
 
 
 def modules_of(folder: Path) -> dict[str, Path]:

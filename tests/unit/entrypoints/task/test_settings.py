@@ -48,6 +48,12 @@ def test_assignments_override_file_and_defaults(tmp_path: Path) -> None:
     assert made == Outer(Inner(8, ("q", "v")), epochs=3)
 
 
+def test_text_may_be_empty() -> None:
+    assert settings.load(Outer, None, ["name="]).name == ""
+    with pytest.raises(SettingError, match="setting epochs: must be"):
+        settings.load(Outer, None, ["epochs="])
+
+
 def test_an_old_name_is_accepted_with_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, "rows_at_once: 8\n")
     assert settings.load(Outer, file).batch_size == settings.load(Outer, None, ["rows_at_once=8"]).batch_size == 8
