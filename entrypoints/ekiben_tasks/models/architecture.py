@@ -14,8 +14,6 @@ from typing import Any, Protocol, cast
 from ekiben_tasks.models import architectures
 from ekiben_tasks.task.errors import TaskError
 
-Kept = tuple[int, int, int]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -27,12 +25,6 @@ class Architecture:
     lora: tuple[str, ...]  # default targets of an adapter
     linear: tuple[str, ...]  # all linear layers of a block: the most an adapter can target
     transposed: bool = False  # Conv1D, [in, out]: PEFT's fan_in_fan_out
-    # Per block: numbers kept per token for backward, in widths and in inner widths (of the feed-forward), and per head
-    # and token of its row where attention takes a mask. First with the block's own weights frozen, then trained.
-    kept: tuple[Kept, Kept]
-    # The same of compiled blocks, which compute again what is cheap. Each has a width more than the large tensors that
-    # were counted, for the small ones: the sums of norms and of attention, what an adapter has narrowed.
-    kept_compiled: tuple[Kept, Kept]
 
 
 class ArchitectureModule(Protocol):

@@ -1,8 +1,7 @@
 """Estimate the GPU memory of a run before it starts, and suggest settings for one that would not fit.
 
-What blocks keep, compiled and not, was counted with autograd's own hooks for every architecture, and a test counts it
-again; so is what the loss takes. Buffers of FSDP2 and DeepSpeed are those that their sources allocate (torch 2.11,
-DeepSpeed 0.19.8).
+What blocks keep is counted for each model (activations.py); what the loss takes, a test counts. Buffers of FSDP2 and
+DeepSpeed are those that their sources allocate (torch 2.11, DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ekiben_tasks.models.architecture import find_architecture, list_blocks, strip_adapter
+import torch
+
+from ekiben_tasks.models.activations import kept_bytes
+from ekiben_tasks.models.architecture import list_blocks, strip_adapter
 from ekiben_tasks.models.loss import CHUNK
 from ekiben_tasks.models.proof import choose_layout
 from ekiben_tasks.task.errors import SettingError, nearest
@@ -21,12 +23,10 @@ GIB = 1 << 30
 # What PyTorch's allocator reserves beyond what is in use, in parts of what blocks keep: batches have different sizes,
 # blocks of former ones do not fit. Fitted to max_memory_reserved() of seven runs. With expandable_segments two runs
 # reserved nothing beyond.
-SPREAD = 0.47
+SPREAD = 0.55
 _BUCKET = 500_000_000  # numbers: DeepSpeed's reduce_bucket_size, allocated whole (stage_1_and_2.py, stage3.py)
 _LIVE = 1_000_000_000  # numbers: DeepSpeed's stage3_max_live_parameters
-# What a block keeps where its family has no file: a Llama's, whose shape most have (Architecture.kept).
-_KEPT = ((9, 3, 0), (13, 4, 0))
-_KEPT_COMPILED = ((7, 2, 0), (9, 3, 0))
+_KEPT = (13, 4)  # of a block that cannot be counted: numbers per token in widths and inner widths, a Llama's
 Strategy = Literal["none", "ddp", "fsdp", "zero2", "zero3"]
 
 # GiB that a program can allocate, a little less than the data sheet says. The longer name first: "A100-SXM4-80GB"
@@ -163,21 +163,18 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     causal = strip_adapter(model)
     blocks = list_blocks(causal)
     config = causal.config
-    trained_block = any(p.requires_grad for name, p in blocks[0].named_parameters() if "lora_" not in name)
     # Kernels of quantised GEMMs separate the compiled parts, so there recomputation is not certain.
     compiled = choices.get("compiled", False) and choices.get("bits", 16) == 16
-    family = find_architecture(config)
-    known, known_compiled = (family.kept, family.kept_compiled) if family else (_KEPT, _KEPT_COMPILED)
-    widths, inners, pairs = (known_compiled if compiled else known)[1 if trained_block else 0]
+    size, longest = choices.get("size", 2), int(choices.get("longest", 0))
     width, heads = causal.get_input_embeddings().embedding_dim, getattr(config, "num_attention_heads", None) or 0
-    kept = widths * width + inners * _inner_width(blocks[0], width)
-    kept += pairs * heads * int(choices.get("longest", 0))
+    counted = kept_bytes(model, longest, torch.bfloat16 if size == 2 else torch.float32, compiled=compiled)
+    if counted is None:
+        kept = float(_KEPT[0] * width + _KEPT[1] * _inner_width(blocks[0], width))
+    else:
+        kept = counted / size / len(blocks)
     if choices.get("keeps_scores", False) and choose_layout(config) == "packed":
         # The softmax, in fp32 (aten's _scaled_dot_product_attention_math).
-        kept += heads * int(choices.get("longest", 0)) * 4 / choices.get("size", 2)
-    # Dropped-out inputs, and the mask: a byte each where it is compiled.
-    inputs = sum(module.in_features for module in blocks[0].modules() if hasattr(module, "lora_A"))
-    kept += inputs * (1 + (1 / choices.get("size", 2) if compiled else 1))
+        kept += heads * longest * 4 / size
     table = causal.get_input_embeddings()
     # Where nothing in the blocks is trained, nothing of them is kept: they are there one at a time.
     flows = any(p.requires_grad for module in (*blocks, table) for p in module.parameters())

@@ -12,8 +12,6 @@ ARCHITECTURE = Architecture(
     final_norm="transformer.ln_f",
     lora=("query_key_value",),
     linear=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
-    kept=((6, 1, 2), (7, 2, 2)),
-    kept_compiled=((8, 1, 2), (10, 2, 2)),
 )
 attention_windows = full_attention
 

@@ -13,8 +13,6 @@ ARCHITECTURE = Architecture(
     lora=("c_attn",),
     linear=("c_attn", "c_proj", "c_fc"),
     transposed=True,
-    kept=((8, 4, 0), (10, 5, 0)),
-    kept_compiled=((7, 1, 0), (9, 2, 0)),
 )
 attention_windows = full_attention
 

@@ -12,8 +12,6 @@ ARCHITECTURE = Architecture(
     final_norm="transformer.ln_f",
     lora=("q_proj", "v_proj"),
     linear=("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"),
-    kept=((9, 4, 3), (11, 5, 3)),
-    kept_compiled=((8, 1, 3), (11, 2, 3)),
 )
 
 

@@ -12,8 +12,6 @@ ARCHITECTURE = Architecture(
     final_norm="gpt_neox.final_layer_norm",
     lora=("query_key_value",),
     linear=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
-    kept=((9, 1, 0), (11, 2, 0)),
-    kept_compiled=((8, 1, 0), (11, 2, 0)),
 )
 attention_windows = full_attention
 

@@ -12,8 +12,6 @@ ARCHITECTURE = Architecture(
     final_norm="model.norm",
     lora=("q_proj", "v_proj"),
     linear=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    kept=((9, 3, 0), (13, 4, 0)),
-    kept_compiled=((7, 2, 0), (9, 3, 0)),
 )
 attention_windows = full_attention
 

@@ -12,8 +12,6 @@ ARCHITECTURE = Architecture(
     final_norm="transformer.norm_f",
     lora=("Wqkv",),
     linear=("Wqkv", "out_proj", "up_proj", "down_proj"),
-    kept=((3, 2, 3), (5, 3, 3)),
-    kept_compiled=((6, 1, 2), (9, 2, 2)),
 )
 attention_windows = full_attention
 
