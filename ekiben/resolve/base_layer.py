@@ -1,15 +1,17 @@
-"""The lowest layer of an image, which its base is; and layers that evaluate the scripts of an environment."""
+"""Layers beside those of %files and %post: an image's base, and those that evaluate the scripts of an environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ekiben.formats.base_config import BASE_ENVIRONMENT, SIF_CONFIG, SIF_ENVIRONMENT
-from ekiben.resolve.graph import ImageState, Layer
+from ekiben.formats.layer import File
+from ekiben.resolve.copies import copy_inputs, file_inputs
+from ekiben.resolve.graph import ImageState, Layer, StageCopy
 from ekiben.resolve.keys import KEY_FORMAT
-from ekiben.spec.definition import Definition, load_agent
+from ekiben.spec.definition import Definition, Stage, load_agent
 from ekiben.spec.environment import EnvironmentScript
 from ekiben.spec.stack import Stack
 
@@ -45,6 +47,43 @@ def add_base(definition: Definition, state: ImageState, locked: Mapping[str, Any
         script = EnvironmentScript("", definition.path, 0, file=BASE_ENVIRONMENT)
         return replace(state, environment={}, scripts=(script,))
     return state
+
+
+@dataclass(frozen=True, slots=True)
+class FileStep:
+    """Files that are a layer of their own, below a %post: its name, and the environment of its layer."""
+
+    name: str
+    files: tuple[File, ...]
+    copies: tuple[StageCopy, ...]
+    environment: Mapping[str, str]
+
+
+def add_files(step: FileStep, stage: Stage, state: ImageState, stack: Stack) -> ImageState:
+    """Return the state with the layer of files of a ``stage`` whose %post is a further layer."""
+    inputs = {
+        "format": KEY_FORMAT,
+        "parent": state.top_key,
+        "kind": "files",
+        "post": "",
+        **file_inputs(step.files),
+        **copy_inputs(step.copies),
+        "environment": dict(step.environment),
+        "epoch": stack.file.epoch,
+        "platform": stack.platform,
+    }
+    layer = Layer(
+        name=step.name,
+        kind="files",
+        stage=replace(stage, post="", test=""),
+        files=step.files,
+        environment=step.environment,
+        epoch=stack.file.epoch,
+        inputs=inputs,
+        copies=step.copies,
+        scripts=state.scripts,
+    )
+    return state.add(layer)
 
 
 def add_script(name: str, script: EnvironmentScript, state: ImageState, stack: Stack) -> ImageState:

@@ -17,7 +17,7 @@ from ekiben.core.files import digest_of
 from ekiben.formats.base_config import BASE_RUNSCRIPT, BASE_STARTSCRIPT
 from ekiben.formats.layer import File
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
-from ekiben.spec.definition import LOCAL, Stage
+from ekiben.spec.definition import LOCAL, SCRATCH, Stage
 from ekiben.spec.definition_text import ARGUMENT
 from ekiben.spec.environment import EnvironmentScript
 
@@ -239,6 +239,8 @@ def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
     if "file" in layer.stage.header or layer.stage.bootstrap == "oras":
         what = "a SIF" if layer.stage.bootstrap in (LOCAL, "oras") else "an image in a file"
         raise UsageError(f"a Dockerfile cannot begin with {what}: From: {layer.stage.header['from']}")
+    if layer.stage.bootstrap == SCRATCH:
+        return ["FROM scratch"]
     return ["FROM scratch", f"ADD {tar} /"] if tar else [f"FROM {layer.stage.header['from']}"]
 
 

@@ -17,7 +17,7 @@ from ekiben.formats import oci
 from ekiben.formats.evaluated import written_path
 from ekiben.formats.layer import File
 from ekiben.resolve.apps import app_environment, app_files
-from ekiben.resolve.base_layer import add_base, add_script
+from ekiben.resolve.base_layer import FileStep, add_base, add_files, add_script
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
 from ekiben.resolve.copies import copied_files, copy_inputs, file_inputs
 from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, StageCopy
@@ -26,6 +26,7 @@ from ekiben.resolve.recipe_layer import add_recipe_layer
 from ekiben.resolve.sources import source_copies
 from ekiben.spec.bases_lock import bind_bases
 from ekiben.spec.definition import (
+    SCRATCH,
     Copy,
     Definition,
     Stage,
@@ -318,6 +319,14 @@ class _Images:
             copies += source_copies(definition.name, self._sources_of(files), state, self.stack)
         parent = state.top_key or ""
         writes = writes_environment("\n".join([stage.post, *(file.destination for file in files)]))
+        if stage.bootstrap == SCRATCH and stage.post:  # its shell is one of the files
+            if not (files or copies):
+                raise DefinitionError(
+                    f"{definition.path}: %post needs a shell, and Bootstrap: {SCRATCH} has none",
+                    hint="copy one by %files, as busybox to /bin/sh, or leave %post out",
+                )
+            filled = FileStep(f"{definition.name}-files", files, copies, environment)
+            state, files, copies = add_files(filled, stage, state, self.stack), (), ()
         if stage.post or files or copies:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
             inputs = {

@@ -37,6 +37,7 @@ FINAL_ONLY = ("environment", "help", "runscript", "startscript")
 UNUSED = {
     "fingerprints": "no signature is checked while an image is built; `verify --key` checks one",
 }
+SCRATCH = "scratch"  # has no files
 LOCAL = "localimage"  # names the layer below; its agent is for the path of a SIF
 PATHS = ("/", "./", "../")  # begin a From: that is a file
 REFUSED = {
@@ -51,6 +52,7 @@ AGENT_HEADERS = {
     LOCAL: ("from",),
     "docker": ("from", "registry", "namespace"),
     **dict.fromkeys(("docker-archive", "oci", "oci-archive", "oras"), ("from",)),
+    SCRATCH: (),
     "debootstrap": ("osversion", "mirrorurl", "include"),
 }
 
@@ -62,7 +64,6 @@ OTHER_AGENTS = {
     "shub": _PULLED.format("shub"),
     "docker-daemon": "push the image to a registry, then Bootstrap: docker; or "
     + _CONVERTED.format("docker-daemon:NAME"),
-    "scratch": _CONVERTED.format("FILE.def"),
     "busybox": "an image with busybox from a registry: Bootstrap: docker and From: busybox",
     "arch": "an image of the distribution from a registry: Bootstrap: docker and From: archlinux",
     **dict.fromkeys(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from ekiben.core.errors import DefinitionError
 from ekiben.formats.sif import read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_entries
-from test_definition_corpus import Lab, lab
+from test_definition_corpus import HEADER, Lab, lab
 from test_environment_scripts import run as variables
 from test_environment_scripts import sif_of
 from workspaces import USER, Cli, RecipeFolder, Workspace, give, need
@@ -105,3 +107,53 @@ def test_image_in_a_file_as_base(agent: str, saved: Path, lab: Lab) -> None:
     assert shown[0] == shown[1]
     assert (shown[0]["A"], shown[0]["B"]) == ("of the base", "of the base.")
     assert image.labels["L"] == "base"
+
+
+FROM_STAGE = f"""{HEADER}Stage: first
+
+%post
+    mkdir /opt/out; echo made >/opt/out/made
+
+Bootstrap: scratch
+Stage: final
+
+%files from first
+    /opt/out /srv/out
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "paths"),
+    [
+        (FROM_STAGE, ["srv/out/made"]),
+        ("%files\n    files/plain.txt /opt/\n", ["opt/plain.txt"]),
+        ("%environment\n    export A=b\n", []),
+        ("%files\n    busybox /bin/sh\n%post\n    echo made >/opt-made; echo $PATH >>/opt-made\n", ["opt-made"]),
+    ],
+)
+def test_empty_base(sections: str, paths: list[str], lab: Lab, busybox: Path) -> None:
+    shutil.copy(busybox, lab.recipe.path / "busybox")
+    text = sections if sections is FROM_STAGE else f"Bootstrap: scratch\n\n{sections}"
+    _, image = lab.build(text)
+    ours, theirs = files_of(sif_of(lab, image)), lab.sandbox(text)
+    assert {path: ours[path][3] for path in paths} == {path: (theirs / path).read_bytes() for path in paths}
+    folders = [path.relative_to(theirs).as_posix() for path in theirs.rglob("*") if path.is_dir()]
+    assert {path for path in folders if not path.startswith(".")} - {"opt"} <= ours.keys()
+
+
+def test_script_in_an_empty_base_is_refused(lab: Lab) -> None:
+    with pytest.raises(DefinitionError, match=r"corpus.def: %post .* shell, and Bootstrap: scratch has none"):
+        lab.resolve("Bootstrap: scratch\n\n%post\n    true\n")
+
+
+@pytest.fixture(scope="module")
+def busybox() -> Path:
+    """A shell without libraries, of Debian's busybox-static."""
+    folder = Path(tempfile.mkdtemp())
+    done = subprocess.run(["apt-get", "download", "busybox-static"], cwd=folder, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("busybox-static cannot be downloaded")
+    (package,) = folder.glob("*.deb")
+    subprocess.run(["dpkg-deb", "-x", package, folder / "package"], check=True)
+    (program,) = folder.glob("package/**/bin/busybox")
+    return program

@@ -381,7 +381,6 @@ REFUSED_HEADERS: dict[str, Refusal] = {
             "zypper",
             "arch",
             "busybox",
-            "scratch",
         )
     },
 }
