@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ekiben.core.command_name import command_name
-from ekiben.core.errors import FetchError, LockMismatchError, UsageError
+from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
 from ekiben.core.files import atomic_write
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.spec.bases_lock import BASES_LOCK, Digests, format_bases_lock, read_bases_lock, tags_of
@@ -26,13 +26,14 @@ from ekiben.spec.sums import REQUIREMENTS
 class Bases:
     """What one bases.lock pins: ``tags`` has each reference with a definition that names it.
 
-    ``name`` is how a command line names its recipe or stack.
+    ``name`` is how a command line names its recipe or stack; ``left_out`` says which definitions cannot be read.
     """
 
     name: str
     path: Path
     tags: Mapping[str, Definition]
     architectures: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     def platforms(self, arch: str | None) -> list[str]:
         """Return the platforms to lock for. Raises UsageError for another than the stack's."""
@@ -42,13 +43,41 @@ class Bases:
 
 
 def recipe_bases(recipe: Recipe) -> Bases:
-    """Read which bases the definitions in a recipe's own images/ name. Raises DefinitionError."""
+    """Read which bases the definitions in a recipe's own images/ name.
+
+    Raises DefinitionError; a definition that the recipe does not use is left out where it cannot be read.
+    """
     asked_by = str(recipe.folder / "recipe.yaml")
     stack = find_stack(recipe.file.stack, recipe.image_folders, asked_by=asked_by, sources=recipe.sources)
     recipe.sources.check(recipe.folder / BASES_LOCK)
-    definitions = _definitions(recipe.folder / "images", stack, recipe.sources)
-    name = str(recipe.folder)
-    return Bases(name, recipe.folder / BASES_LOCK, tags_of(definitions), stack.file.architectures)
+    definitions: dict[Path, Definition] = {}
+    broken: dict[Path, DefinitionError] = {}
+    paths = sorted((recipe.folder / "images").glob("*.def"))
+    for path in paths:
+        try:
+            definitions[path] = _definition(path, stack, recipe.sources)
+        except DefinitionError as error:
+            broken[path] = error
+    for path in _used(recipe, definitions):
+        if path in broken:
+            raise broken[path]
+    left_out = tuple(f"{_short(path)} is not used and left out: {error}" for path, error in broken.items())
+    tags = tags_of(definitions.values())
+    return Bases(str(recipe.folder), recipe.folder / BASES_LOCK, tags, stack.file.architectures, left_out)
+
+
+def _used(recipe: Recipe, definitions: Mapping[Path, Definition]) -> list[Path]:
+    """Return the paths of the recipe's layers in its own images/, as far as ``definitions`` have been read."""
+    folder = recipe.folder / "images"
+    waiting, used = [recipe.file.layer, *recipe.layers], list[Path]()
+    while waiting:
+        path = folder / f"{waiting.pop()}.def"
+        if path in used:
+            continue
+        used.append(path)
+        if path in definitions:
+            waiting += [stage.parent for stage in definitions[path].stages if stage.parent]
+    return used
 
 
 def stack_bases(name: str, stack: Stack) -> Bases:
@@ -56,19 +85,20 @@ def stack_bases(name: str, stack: Stack) -> Bases:
     folders = {PROJECT_ROOT / "images", stack.folder.parent.parent}
     # In a recipe's folder, the definitions are the recipe's own, and so is their lock.
     folders = {folder for folder in folders if not (folder.parent / "recipe.yaml").is_file()}
-    definitions = [item for folder in folders for item in _definitions(folder, stack, SourceFolders(folder))]
+    definitions = [
+        _definition(path, stack, SourceFolders(folder)) for folder in folders for path in sorted(folder.glob("*.def"))
+    ]
     return Bases(name, stack.folder / BASES_LOCK, tags_of(definitions), stack.file.architectures)
 
 
-def _definitions(folder: Path, stack: Stack, sources: SourceFolders) -> Iterator[Definition]:
+def _definition(path: Path, stack: Stack, sources: SourceFolders) -> Definition:
     arguments = {
         **stack.file.arguments,
         "stack": str(stack.folder),
         "capabilities": " ".join(stack.file.compute_capabilities),
     }
-    for path in sorted(folder.glob("*.def")):
-        sources.check(path)
-        yield read_definition(path, root=folder.parent, arguments=arguments)
+    sources.check(path)
+    return read_definition(path, root=path.parent.parent, arguments=arguments)
 
 
 def lock_bases(bases: Bases, *, check: bool = False, keep: bool = False, arch: str | None = None) -> Iterator[str]:
@@ -85,7 +115,8 @@ def lock_bases(bases: Bases, *, check: bool = False, keep: bool = False, arch: s
         FetchError: a registry does not answer, or has no image for any of the platforms.
         LockMismatchError: ``check``, and something is not locked, or locked and not named.
     """
-    old = read_bases_lock(bases.path)
+    yield from bases.left_out
+    old = read_bases_lock(bases.path, bases.name)
     new: dict[str, dict[str, str]] = {}
     platforms = bases.platforms(arch) if bases.tags else []
     for reference in sorted(bases.tags):
@@ -95,6 +126,8 @@ def lock_bases(bases: Bases, *, check: bool = False, keep: bool = False, arch: s
             continue
         asked = _ask(reference, platforms, bases.tags[reference])
         new[reference] = {**had, **asked} if arch else asked
+    if bases.left_out:  # they may name what is locked
+        new |= {reference: dict(digests) for reference, digests in old.items() if reference not in new}
     lines = list(_changes(bases.path, old, new))
     missing = [reference for reference, digests in new.items() if not digests]
     yield from lines
@@ -147,7 +180,7 @@ def outdated_bases(bases: Bases) -> Iterator[str]:
 
     Raises DefinitionError for a damaged bases.lock, FetchError when a registry does not answer.
     """
-    locked = read_bases_lock(bases.path)
+    locked = read_bases_lock(bases.path, bases.name)
     for reference, definition in sorted(bases.tags.items()):
         if digests := locked.get(reference):
             now = _ask(reference, digests, definition)

@@ -33,6 +33,7 @@ from ekiben.spec.definition import (
     declared_arguments,
     parent_argument,
     read_definition,
+    used_arguments,
 )
 from ekiben.spec.definition_scripts import with_shebang
 from ekiben.spec.environment import (
@@ -469,7 +470,8 @@ class _Images:
 
     def check_arguments(self) -> None:
         """Raise DefinitionError when an argument is bound that no definition file declares."""
-        declared = set[str]().union(*(declared_arguments(item.text) for item in self.read.values()))
+        texts = [item.text for item in self.read.values()]
+        declared = set[str]().union(*map(declared_arguments, texts), *map(used_arguments, texts))
         unused_paths = (path for name, path in self.known.items() if name not in self.read)
         anywhere = declared.union(*(declared_arguments(read_source(path, errors="replace")) for path in unused_paths))
         unused = [

@@ -36,8 +36,11 @@ def lock_file(definition: Definition, recipe_folder: Path | None, stack: Stack) 
     return folder / BASES_LOCK
 
 
-def read_bases_lock(path: Path) -> Digests:
-    """Return the digests of a bases.lock, of which there need not be any. Raises DefinitionError for a damaged one."""
+def read_bases_lock(path: Path, name: str) -> Digests:
+    """Return the digests of a bases.lock, of which there need not be any. Raises DefinitionError for a damaged one.
+
+    ``name``: of its recipe or stack on a command line.
+    """
     text = read_source(path, default="")
     try:
         fields = Fields.of(parse_json(text)) if text else Fields({})
@@ -46,7 +49,8 @@ def read_bases_lock(path: Path) -> Digests:
             for reference in fields.data
         }
     except ValueError as error:
-        raise DefinitionError(f"{path}: {error}", hint=f"delete it, and lock again: {command_name()} lock") from error
+        hint = f"delete it, and lock again: {command_name()} lock {shlex.quote(name)}"
+        raise DefinitionError(f"{path}: {error}", hint=hint) from error
     return digests
 
 
@@ -97,7 +101,7 @@ def _bind(stage: Stage, definition: Definition, recipe_folder: Path, stack: Stac
     if "@" not in reference:
         path = lock_file(definition, recipe_folder, stack)
         sources.check(path)
-        digests = read_bases_lock(path).get(reference, {})
+        digests = read_bases_lock(path, _name_of(path, stack)).get(reference, {})
         if stack.platform not in digests:
             raise _unlocked(reference, definition, path, digests, stack)
         reference = f"{reference}@{digests[stack.platform]}"
@@ -105,11 +109,16 @@ def _bind(stage: Stage, definition: Definition, recipe_folder: Path, stack: Stac
     return replace(stage, header={**header, "from": reference})
 
 
+def _name_of(path: Path, stack: Stack) -> str:
+    """Return how a command line names the recipe or the stack that a bases.lock is for."""
+    return stack.name if path.parent == stack.folder else str(path.parent)
+
+
 def _unlocked(
     reference: str, definition: Definition, path: Path, digests: Mapping[str, str], stack: Stack
 ) -> DefinitionError:
     where = f"{definition.path}:{_line_of_from(definition.text)}: From: {reference}"
-    name = stack.name if path.parent == stack.folder else shlex.quote(str(path.parent))
+    name = shlex.quote(_name_of(path, stack))
     if digests:
         return DefinitionError(
             f"{where} is locked for {', '.join(sorted(digests))}, and not for {stack.platform}",

@@ -176,6 +176,11 @@ def agent_names() -> list[str]:
     return sorted(of_module.get(name, name) for name in plugins.names(BASES, BASES_GROUP))
 
 
+def used_arguments(text: str) -> set[str]:
+    """Return the names in the ``{{ }}`` of a definition file's text."""
+    return set(ARGUMENT.findall(text))
+
+
 def declared_arguments(text: str) -> set[str]:
     """Return the names in the %arguments of a definition file's text."""
     return {name for section in split(text) if section.name == "arguments" for name in assignments(section.body)}
@@ -239,7 +244,10 @@ class _Reader:
         defaults = assignments(line for section in parts if section.name == "arguments" for line in section.body)
         arguments = {name: bound_arguments.get(name, default) for name, default in defaults.items()}
         used: set[str] = set()
-        bound = [self.bind(section, arguments, used) for section in parts]
+        # A name without a default is right where something else gives it a value, as --build-arg does.
+        values = {**bound_arguments, **arguments}
+        bound = [self.bind(section, values, used) for section in parts]
+        arguments |= {name: values[name] for name in sorted(used & values.keys() - arguments.keys())}
         for name in sorted(set(arguments) - used):
             self.problem(
                 next(section.line for section in parts if section.name == "arguments"),
@@ -273,6 +281,8 @@ class _Reader:
         def bound(number: int, line: str) -> str:
             def unknown(name: str) -> None:
                 declared = f"argument '{name}' is not declared in %arguments." + nearest(name, arguments)
+                if "Did you mean" not in declared:
+                    declared += f" A value without a default is given by --build-arg {name}=VALUE."
                 self.problem(number, declared)
 
             return bind(line, arguments, unknown, used)

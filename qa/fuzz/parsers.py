@@ -24,10 +24,10 @@ from ekiben import api
 from ekiben.artifacts import pulled
 from ekiben.artifacts.pull import pull
 from ekiben.builder.base_config import read_labels
-from ekiben.builder.bases import docker
+from ekiben.builder.bases import docker, docker_archive, localimage, oci_archive
 from ekiben.bundle.read import import_compiled, open_bundle
 from ekiben.core.environment import platform
-from ekiben.core.errors import EkibenError
+from ekiben.core.errors import DefinitionError, EkibenError
 from ekiben.core.files import digest_of
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.settings import read_settings
@@ -35,9 +35,10 @@ from ekiben.doctor.image_requirements import requirements_of_layers, requirement
 from ekiben.formats.base_config import BASE, BaseConfig
 from ekiben.formats.changeset import Lower, normalize
 from ekiben.formats.evaluated import EVALUATED, Evaluated, read_environment
-from ekiben.formats.layer import LayerEntry
+from ekiben.formats.layer import Entry, LayerEntry, sort_key, write_entries
 from ekiben.formats.sif import GROUP, Signature, add_signatures, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
+from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.upper import Changes
 from ekiben.gpu.device_code import read_device_code
 from ekiben.gpu.elf import read_library
@@ -73,8 +74,10 @@ from ekiben.store import Store, prune
 from ekiben.store.shared import open_shared
 from fuzz import world as samples
 from fuzz.world import World
+from support.image_files import SmallImage, tar_of
 from support.registries import Answer, at
 from support.sample_recipe import GROUND, STACK, WALLS, quiet
+from support.small_sifs import blob, make
 from support.tars import plain_tar
 
 Read = Callable[[bytes], object]
@@ -258,7 +261,7 @@ def bases_lock(world: World) -> Case:
     locked = {"ubuntu:24.04": {"linux/amd64": f"sha256:{'a' * 64}", "linux/arm64": f"sha256:{'b' * 64}"}}
 
     def read(data: bytes) -> object:
-        return read_bases_lock(world.put(path, data))
+        return read_bases_lock(world.put(path, data), "own")
 
     return Case([format_bases_lock(locked).encode()], read, str(path))
 
@@ -797,6 +800,57 @@ def registry_base(world: World) -> Case:
     return Case([compress(FOREIGN), FOREIGN, samples.layer_tar(), zstandard.compress(FOREIGN)], read, "layer")
 
 
+def image_file(world: World) -> Case:
+    """An image in a file, as OCI layout and as `docker save` writes it: what it names, and its layers."""
+    path = world.path("case/image.tar")
+    image = SmallImage(architecture=platform().partition("/")[2])
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        for agent in (oci_archive, docker_archive):
+            header = {"bootstrap": "oci-archive", "from": str(path), "file": str(path)}
+            with suppress(DefinitionError):
+                header["digest"] = agent.file_digest(path, header, platform().partition("/")[2])
+                drain_base(agent.entries, header)
+        return agent.file_digest(path, header, platform().partition("/")[2])
+
+    return Case([tar_of(image.saved()), tar_of(image.layout()), compress(tar_of(image.saved()))], read, str(path))
+
+
+def sif_base(world: World) -> Case:
+    """A SIF as a base, with scripts and labels of its own."""
+    path = world.path("case/base.sif")
+    arch = platform().partition("/")[2]
+    labels = {".singularity.d/labels.json": b'{"L": "1"}', ".singularity.d/env/90-environment.sh": b"export A=b\n"}
+    with path.with_suffix(".layer").open("w+b") as out:
+        entries: list[LayerEntry] = [(Entry("", "dir"), None), (Entry(".singularity.d", "dir"), None)]
+        entries += [(Entry(".singularity.d/env", "dir"), None)]
+        entries += [(Entry(name, "file", size=len(data)), iter([data])) for name, data in labels.items()]
+        write_entries(sorted(entries, key=lambda item: sort_key(item[0].path)), SquashfsWriter(out))
+    make(path, blob(path.with_suffix(".layer"), path.with_suffix(".layer").read_bytes()), arch=arch)
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        header = {"bootstrap": "localimage", "from": str(path), "file": str(path)}
+        header["digest"] = localimage.file_digest(path, header, arch)
+        drain_base(localimage.entries, header)
+        return None
+
+    return Case([path.read_bytes()], read, str(path))
+
+
+def drain_base(entries: Callable[..., Iterator[LayerEntry]], header: Mapping[str, str]) -> None:
+    class Stage:
+        pass
+
+    class Layer:
+        stage, epoch, inputs = Stage, 1, {"platform": platform()}
+
+    Stage.header = header  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as folder:
+        drain(entries(Layer, Path(folder), {}, None, lambda line: None))
+
+
 def registry_image(world: World) -> Case:
     """The layers of an image that is pulled as a SIF."""
     store = Store(world.folder / "reader")
@@ -1066,6 +1120,8 @@ CASES: dict[str, Make] = {
         registry_manifest,
         registry_config,
         registry_base,
+        image_file,
+        sif_base,
         registry_image,
         registry_layer,
         registry_referrers,
@@ -1122,6 +1178,8 @@ _READERS = {
         formats/squashfs/reader.py:_xattr_pairs,_xattr_sets,_xattr_value
     """
     ),
+    "image_file": "builder/image_files.py:_parse_saved,_tar",
+    "sif_base": "builder/sif_base.py:_labels",
     "registry_image": "formats/tar.py:tar_entries",
     "libraries": "gpu/device_code.py:_entries,_fatbin_sections,_fatbins",
     "stored_blobs": "inspect/_records.py:stored_image store/gc.py:reachable",
