@@ -27,6 +27,7 @@ from ekiben.gpu.device_code import DeviceCode
 from ekiben.run.image import NamedImage
 from ekiben.run.launch import RunRequest, Target, launch
 from ekiben.run.site import SiteFile
+from ekiben.spec.bases_lock import bound_base
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.stack import StackFile
 from ekiben.store import Store
@@ -178,6 +179,7 @@ def consult(
         refused = _refusals(subject, is_here=site is None)
         findings = [
             *notes,
+            *_base(subject),
             *refused,
             *check_image(where, requirements, known_stacks(), gpu=gpu, is_here=site is None),
         ]
@@ -195,6 +197,15 @@ def consult(
         has_image = subject is not None and subject.image.sif.is_file()  # it runs, whether or not one can build here
         sections.append(Section("build", title, built, is_decisive=not has_image))
     return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
+
+
+def _base(subject: Subject) -> list[Finding]:
+    """Return which image of others a recipe's image stands on."""
+    if subject.image.recipe is None:
+        return []
+    base = bound_base(subject.resolve(subject.image.recipe).definitions[0].final)
+    named = " ".join(base[name] for name in ("agent", "reference", "digest") if name in base)
+    return [Finding("info", "base", f"it stands on {named}")] if named else []
 
 
 def _refusals(subject: Subject, *, is_here: bool) -> list[Finding]:

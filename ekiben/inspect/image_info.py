@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ekiben.core.checked import NAME, Fields, parse_json
 from ekiben.core.command_name import command_name
@@ -31,7 +31,8 @@ _OF_RECIPE = {"EKIBEN_RECIPE": RECIPE_HOME}  # what an image of Ekiben's has bes
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
     """What the image says of itself; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it;
-    ``evaluated``: what scripts of the environment set; ``user``: the base's, "" for root."""
+    ``evaluated``: what scripts of the environment set; ``user``: the base's, "" for root; ``base``: its agent,
+    reference and digest."""
 
     recipe: str
     stack: str
@@ -44,6 +45,7 @@ class ImageInfo:
     distribution: dict[str, str]
     evaluated: Evaluated | None = None
     user: str = ""
+    base: Mapping[str, str] = field(default_factory=dict)
 
 
 def image_info(image: ImageReader) -> ImageInfo:
@@ -71,6 +73,7 @@ def image_info(image: ImageReader) -> ImageInfo:
             distribution=_assignments(release),
             evaluated=evaluated,
             user=BaseConfig.parse(base).user if base else "",
+            base=metadata.base,
         )
     except (ValueError, KeyError) as error:
         raise UsageError(

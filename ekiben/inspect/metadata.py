@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ekiben.core.checked import Fields, parse_json
@@ -43,7 +43,8 @@ class CompiledWheel:
 @dataclass(frozen=True, slots=True)
 class ImageMetadata:
     """/opt/ekiben/image.json of an image: ``layers`` are (name, cache_key), without the last one;
-    ``arguments``: names that --build-arg set; ``is_evaluated``: scripts set its environment.
+    ``arguments``: names that --build-arg set; ``is_evaluated``: scripts set its environment; ``base``: the agent,
+    reference and digest of the image that it stands on, where it stands on one.
     """
 
     recipe: str
@@ -52,6 +53,7 @@ class ImageMetadata:
     compiled: list[CompiledWheel]
     arguments: tuple[str, ...] = ()
     is_evaluated: bool = False
+    base: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, data: bytes) -> ImageMetadata:
@@ -65,4 +67,5 @@ class ImageMetadata:
             [CompiledWheel.parse(item) for item in compiled if item.data.keys() >= {"package", "source", "cache_key"}],
             tuple(fields.strings("arguments")) if "arguments" in fields else (),
             fields.text("environment", "") == "evaluated",
+            fields.texts("base", {}),
         )

@@ -3,7 +3,8 @@
 Everything is read out of the image itself, so an image of the store, its SIF and its published copy have the same SBOM,
 byte for byte, wherever it is made; its serial number is the hash of its content, its time the image's. What is there:
 
-    metadata.component   the image: its id, its SIF's UUID, the stack, the layers with their keys and diff_ids, drift
+    metadata.component   the image: its id, its SIF's UUID, the stack, its base (agent, reference, digest), the layers
+                         with their keys and diff_ids, drift
     components           the distribution; Debian's packages, as dpkg has them; Python's, as their METADATA has them
     dependencies         Debian's Depends and Pre-Depends, Python's Requires-Dist, as far as installed
     properties           ekiben:layer    the layer that brought a package in this version ekiben:incomplete    of the
@@ -134,6 +135,7 @@ def _image_component(
 ) -> Component:
     identity, hashes = read_sif(Path(image.name)).id if not layers[0].diff_id else "", list[HashType]()
     properties = [Property(name="ekiben:stack", value=info.stack)]
+    properties += [Property(name=f"ekiben:base:{name}", value=value) for name, value in sorted(info.base.items())]
     if layers[0].diff_id:
         config = config_of(info, layers, image.arch)
         identity = oci.digest_of(config)

@@ -17,6 +17,7 @@ from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.resolve.apps import START, START_FILE
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
 from ekiben.resolve.keys import KEY_FORMAT, mode_of
+from ekiben.spec.bases_lock import bound_base
 from ekiben.spec.definition_scripts import is_plain, with_shebang
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
@@ -51,6 +52,8 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         "stack": resolved.stack.name,
         "layers": [{"name": layer.name, "cache_key": layer.cache_key} for layer in resolved.layers],
     }
+    if base := bound_base(resolved.definitions[0].final):
+        metadata["base"] = base
     origins = [_origin(layer, stage) for layer in resolved.layers for stage in stages_of(layer.copies)]
     if compiled := [item for item in origins if item["package"]]:
         metadata["compiled"] = compiled

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ekiben.core.checked import Fields, parse_json
+from ekiben.core.checked import Fields, is_digest, parse_json
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError
 from ekiben.core.files import read_source
@@ -65,6 +65,20 @@ def base_reference(stage: Stage) -> str | None:
         return None
     combine = getattr(load_agent(stage.bootstrap), "image_reference", None)
     return str(combine(stage.header)) if combine else None
+
+
+def bound_base(stage: Stage) -> dict[str, str]:
+    """Return which image a stage with a digest begins with: its agent, reference and digest; nothing for others.
+
+    A file has no reference: its path is that of one machine.
+    """
+    header = stage.header
+    reference, _, digest = header["from"].rpartition("@")
+    digest = header.get("digest", digest)
+    if stage.parent is not None or not is_digest(digest):
+        return {}
+    base = {"agent": stage.bootstrap, "digest": digest}
+    return base if "file" in header else {**base, "reference": reference.removeprefix(f"{stage.bootstrap}://")}
 
 
 def tags_of(definitions: Iterable[Definition]) -> dict[str, Definition]:

@@ -133,6 +133,15 @@ def test_tag_is_pinned_by_the_lock(pushed: str, recipe_folder: RecipeFolder, wor
     assert json.loads((folder / "bases.lock").read_text()) == {f"{tiny}:v1": {platform(): pushed}}
     assert "name the same images" in cli.run("lock", folder, "--outdated", cwd=folder).stdout
     made = cli.image(store, folder, "--format", "sif", "--no-verify", cwd=folder)
+    shown = json.loads(cli.run("--store", store, "sbom", folder, cwd=folder).stdout)["metadata"]["component"]
+    named = {item["name"]: item["value"] for item in shown["properties"] if item["name"].startswith("ekiben:base:")}
+    assert named == {
+        "ekiben:base:agent": "docker",
+        "ekiben:base:digest": pushed,
+        "ekiben:base:reference": f"{tiny}:v1",
+    }
+    doctor = cli.run("--store", store, "doctor", folder, cwd=folder, code=None).stdout
+    assert f"it stands on docker {tiny}:v1 {pushed}" in " ".join(doctor.split())
     ground(recipe_folder, f"{tiny}:v1@{pushed}")
     again = cli.image(store, folder, "--format", "sif", "--no-verify", cwd=folder)
     assert made["layers"][:2] == again["layers"][:2]
