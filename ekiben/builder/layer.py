@@ -258,13 +258,13 @@ class LayerBuilder:
         for item in lower:
             self.store.check_blob(item.digest)
         assert step.stage is not None
-        source = step.source if isinstance(step, BuildStage) else None
+        source, folder = (step.source, step.source_folder) if isinstance(step, BuildStage) else (None, None)
         (mount := staging / "mount").mkdir()
         wheels = [file for file in files if file.destination.startswith(f"/{BUILD_MOUNT}/")]
         files = [file for file in files if file not in wheels]
         environment: Mapping[str, str] = {}
         if source:  # code that nobody here wrote: it gets neither the host's settings nor the network
-            mount_source(source, self._stack, mount / "source", self.store.cache)
+            mount_source(source, self._stack, mount / "source", self.store.cache, folder)
         else:
             environment = mount_wheels(wheels, mount, write_host_files(mount, self.sources))
         if self.uses_git:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,10 +69,8 @@ def add_line(text: str, requirement: str, where: str) -> tuple[str, Change | Non
     name = canonicalize_name(asked.name)
     named = [(span, Requirement(line)) for span, line in requirement_lines(text) if name_of(line) == name]
     matches = [(span, old) for span, old in named if old.marker == asked.marker]
-    end = "\r\n" if "\r\n" in text else "\n"
     if not matches:
-        start = text if not text or text.endswith(("\n", "\r")) else text + end
-        return f"{start}{requirement.strip()}{end}", Change("", requirement.strip())
+        return append_line(text, requirement.strip()), Change("", requirement.strip())
     if len(matches) > 1:
         numbers = ", ".join(str(span.start) for span, _ in matches)
         raise UsageError(f"{where} names {name} in the lines {numbers}; edit the one that you mean")
@@ -88,6 +86,13 @@ def add_line(text: str, requirement: str, where: str) -> tuple[str, Change | Non
     return "".join(lines), Change(str(old), merged)
 
 
+def append_line(text: str, line: str) -> str:
+    """Return the text with one more line, whose end is as that of the others."""
+    end = "\r\n" if "\r\n" in text else "\n"
+    start = text if not text or text.endswith(("\n", "\r")) else text + end
+    return f"{start}{line}{end}"
+
+
 def _merge(old: Requirement, new: Requirement) -> str:
     """Return the old requirement with the version and the extras that the new one has."""
     merged = Requirement(str(old))
@@ -97,11 +102,11 @@ def _merge(old: Requirement, new: Requirement) -> str:
     return str(merged)
 
 
-def remove_lines(text: str, name: str) -> tuple[str, list[Change]]:
-    """Return the text of a list without the package of the canonical ``name``, and what was removed."""
+def remove_lines(text: str, is_removed: Callable[[str], bool]) -> tuple[str, list[Change]]:
+    """Return the text of a list without the lines that are to go, and what was removed."""
     lines, changes = text.splitlines(keepends=True), list[Change]()
     for span, line in reversed(list(requirement_lines(text))):
-        if name_of(line) == name:
+        if is_removed(line):
             del lines[span.start - 1 : span.stop - 1]
             changes.insert(0, Change(line, ""))
     return "".join(lines), changes

@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import re
+import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ekiben.core.checked import Fields, is_basename, parse_json, read_regular
 from ekiben.core.errors import FetchError, StoreError
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import run, which
+from ekiben.spec.sources import is_subdirectory
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # A URL, a path, or ssh's HOST:PATH. All else git may take for an option, a remote of the folder at hand, or a helper to
@@ -30,6 +32,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = re.compile(
     r"(https?|ssh|git|file)://(?!-)[^\x00-\x1f]+|/[^\x00-\x1f]+|\w[\w.-]*(@\w[\w.-]*)?:(?!:|//)[^\x00-\x1f]+"
 )
+_MAX_DEPTH = 8  # of submodules in submodules
 _LOCAL = ("/", "file://")
 KEPT = "repositories.json"  # beside the repositories of a bundle: which is which
 
@@ -124,10 +127,7 @@ def keep_repository(source: GitSource, folder: Path) -> dict[str, str]:
                 + (", ".join(submodules) or "none")
             )
         inner = submodules[path]
-        if inner.repository.startswith(_LOCAL) and not source.repository.startswith(_LOCAL):
-            raise FetchError(
-                f"{source.repository}: its submodule {path} is {inner.repository}, on this machine: not fetched"
-            )
+        _refuse_local(inner, path, source)
         kept |= keep_repository(inner, folder)
     return kept
 
@@ -160,26 +160,62 @@ def find_commit(repository: str, reference: str) -> str:
 
 
 def export_commit(source: GitSource, target: Path) -> None:
-    """Write the files of a commit as a tar, in one folder. Raises FetchError."""
+    """Write the files of a commit, and of its submodules, as a tar with one folder. Raises FetchError."""
     with tempfile.TemporaryDirectory(prefix="ekiben-git-", dir=target.parent) as folder:
-        kept = keep_repository(source, Path(folder))
-        repository = Path(folder) / kept[source.repository]
         out = Path(folder) / "source.tar"
-        run(
-            [
-                "git",
-                "-C",
-                repository,
-                "-c",
-                "tar.umask=0022",
-                "archive",
-                "--format=tar",
-                "--prefix=source/",
-                f"--output={out}",
-                source.commit,
-            ]
-        )
+        tars = list(_export(source, Path(folder), "source/"))
+        if len(tars) == 1:
+            tars[0].rename(out)
+        else:
+            _join_tars(tars, out)
         out.rename(target)
+
+
+def _export(source: GitSource, folder: Path, prefix: str, depth: int = 0) -> Iterator[Path]:
+    """Yield a tar of the commit's files below ``prefix``, and of its submodules' in turn. Raises FetchError."""
+    if depth > _MAX_DEPTH:
+        raise FetchError(f"{source.repository}: has submodules in submodules, more than {_MAX_DEPTH} deep")
+    kept = keep_repository(GitSource(source.repository, source.commit), folder)
+    repository = folder / kept[source.repository]
+    out = folder / f"{hashlib.sha256(prefix.encode()).hexdigest()[:12]}.tar"
+    options = ["--format=tar", f"--prefix={prefix}", f"--output={out}"]
+    run(["git", "-C", repository, "-c", "tar.umask=0022", "archive", *options, source.commit])
+    yield out
+    for path, url, commit in _submodules(["git", "-C", str(repository)], source.commit):
+        if not is_subdirectory(path):
+            raise FetchError(f"{source.repository}: its submodule {path!r:.200} lies outside the repository's folder")
+        inner = GitSource(_submodule_url(url, source.repository), commit)
+        _refuse_local(inner, path, source)
+        yield from _export(inner, folder, f"{prefix}{path}/", depth + 1)
+
+
+def _submodule_url(url: str, repository: str) -> str:
+    """Return a submodule's URL; one that begins with ./ or ../ is relative to the repository's, as git has it."""
+    if not url.startswith(("./", "../")):
+        return url
+    base = repository.rstrip("/")
+    for name in url.split("/"):
+        if name == "..":
+            base = re.sub(r"[/:][^/:]*$", "", base)
+        elif name not in ("", "."):
+            base += f"/{name}"
+    return base
+
+
+def _refuse_local(inner: GitSource, path: str, source: GitSource) -> None:
+    if inner.repository.startswith(_LOCAL) and not source.repository.startswith(_LOCAL):
+        raise FetchError(
+            f"{source.repository}: its submodule {path} is {inner.repository}, on this machine: not fetched"
+        )
+
+
+def _join_tars(tars: Sequence[Path], target: Path) -> None:
+    """Write the members of several tars as one; none of them is unpacked."""
+    with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as joined:
+        for path in tars:
+            with tarfile.open(path, "r:") as tar:
+                for entry in tar:
+                    joined.addfile(entry, tar.extractfile(entry) if entry.isreg() else None)
 
 
 def _fetch(git: Sequence[str], source: GitSource) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -29,6 +29,7 @@ from ekiben.core.errors import DefinitionError
 from ekiben.core.files import read_source
 from ekiben.core.process import Argv, run
 from ekiben.spec.source_folders import SourceFolders, local_path
+from ekiben.spec.sources import is_subdirectory
 from ekiben.spec.stack import Stack
 
 _PLATFORMS = {"amd64": "x86_64-manylinux_2_28", "arm64": "aarch64-manylinux_2_28"}  # as uv names them
@@ -36,6 +37,9 @@ _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 _OPTION = re.compile(
     r"(?P<name>-i|-f|--index-url|--extra-index-url|--find-links)(?:=|\s+)(?P<index>\S+)|--pre|--prefer-binary"
 )
+_LONG_OPTION = {"-i": "--index-url", "-f": "--find-links"}
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_ARCHIVE = re.compile(r"\.(whl|zip|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 _HINTS = (
     (
         re.compile(r"\s--hash[=\s]"),
@@ -43,19 +47,27 @@ _HINTS = (
         " requirements.txt",
     ),
     (
-        re.compile(r"^(-e|--editable|\.|/)|file:|@\s*[./]"),
-        "a folder is not locked: put its modules into the recipe's entrypoints/, or name its git repository: NAME @"
-        " git+https://HOST/PATH@COMMIT",
-    ),
-    (
         re.compile(r"https?://"),
         "an archive's URL is not locked: name the package, and its index with --extra-index-url or --find-links",
     ),
+    (
+        _ARCHIVE,
+        "a file is not locked: name the package, and the file's folder: --find-links ./FOLDER",
+    ),
+    (
+        re.compile(r"^(-e|--editable|\.|/)|file:|@\s*[./]"),
+        "a folder goes into a recipe's requirements.txt (./FOLDER, or NAME @ file:FOLDER), not into a stack's .in file"
+        " or a constraint",
+    ),
 )
-_LONG_OPTION = {"-i": "--index-url", "-f": "--find-links"}
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
 _FILE = re.compile(r"(?P<name>-r|-c|--requirements?|--constraints?)(?:=|\s+|(?<=-[rc]))(?P<path>\S.*)")
 _GIT = re.compile(r"(^|[@\s])git\+", re.IGNORECASE)
+_FOLDER = re.compile(
+    r"(?P<editable>(?:-e|--editable)(?:\s+|=|(?<=-e)))?"
+    r"(?:(?P<name>[A-Za-z0-9][\w.-]*)\s*(?P<named>\[[^\]]*\])?\s*@\s*(?=file:|[./]))?"
+    r"(?P<path>(?:file:)?[^\s;\[\]]+)(?P<extras>\[[^\]]*\])?\s*(?:;\s*(?P<marker>.+))?"
+)
 _WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 
 INDEXES = (  # variables of uv and pip that name package indexes
@@ -70,18 +82,33 @@ INDEXES = (  # variables of uv and pip that name package indexes
 
 @dataclass(frozen=True, slots=True)
 class GitRequirement:
-    """NAME @ git+URL@REFERENCE. ``reference`` is a branch, a tag, a commit, or HEAD."""
+    """NAME @ git+URL@REFERENCE. ``reference`` is a branch, a tag, a commit, or HEAD; ``subdirectory`` is a path in the
+    repository, "" for its top folder.
+    """
 
     requirement: Requirement
     repository: str
     reference: str
+    subdirectory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRequirement:
+    """A folder of the recipe's with a Python project: ``./package``, or ``-e ./package`` (``is_editable``).
+
+    ``requirement`` has the package's name, extras and marker; ``folder`` is without links.
+    """
+
+    requirement: Requirement
+    folder: Path
+    is_editable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RequirementsFile:
     """A requirements file that was read and checked. ``options`` are those of indexes, as uv takes them;
     ``exclude_newer`` is the date of its comment, "" without one; ``git`` are those of git repositories.
-    ``constraints`` are lines of files after ``-c``, ``files`` all files that were read.
+    ``local`` are folders. ``constraints`` are lines of files after ``-c``, ``files`` all files that were read.
     """
 
     options: tuple[str, ...]
@@ -90,6 +117,7 @@ class RequirementsFile:
     git: tuple[GitRequirement, ...] = ()
     constraints: tuple[Requirement, ...] = ()
     files: tuple[Path, ...] = ()
+    local: tuple[LocalRequirement, ...] = ()
 
     @property
     def text(self) -> str:
@@ -120,6 +148,7 @@ def read_requirements(
     text = edits[source] if source in edits else read_source(source)
     is_project = source.suffix == ".toml"
     options, requirements, git = list[str](), list[Requirement](), list[GitRequirement]()
+    local: list[LocalRequirement] = []
     further: list[tuple[str, RequirementsFile]] = []
     lines = project_requirements(source, text) if is_project else _list_requirements(text)
     for number, line in lines:
@@ -135,6 +164,8 @@ def read_requirements(
             further.append((other["name"], file))
         elif is_recipe and is_git(line):
             git.append(_git_requirement(line, f"{source}:{number}"))
+        elif is_recipe and (match := match_folder(line)):
+            local.append(read_folder(match, source.parent, sources, f"{source}:{number}"))
         elif line:
             requirements.append(_requirement(source, number, line))
     date = _DATE.search(text)
@@ -142,10 +173,17 @@ def read_requirements(
     for name, file in further:
         options += file.options
         git += file.git
+        local += file.local
         (constraints if name.lstrip("-").startswith("c") else requirements).extend(file.requirements)
     files = (source, *(path for _, file in further for path in file.files))
     return RequirementsFile(
-        tuple(options), tuple(requirements), date[1] if date else "", tuple(git), tuple(constraints), files
+        options=tuple(options),
+        requirements=tuple(requirements),
+        exclude_newer=date[1] if date else "",
+        git=tuple(git),
+        constraints=tuple(constraints),
+        files=files,
+        local=tuple(local),
     )
 
 
@@ -166,11 +204,77 @@ def _git_requirement(line: str, where: str) -> GitRequirement:
             f"{where}: a user or a password in the URL would be in the lock file",
             hint="leave it out; git asks its credential helper (`git config credential.helper`), or ~/.netrc",
         )
-    if parts.fragment or parts.query:
-        raise DefinitionError(f"{where}: '#{parts.fragment}' is not supported: the repository's top folder is built")
+    subdirectory = _subdirectory(parts, where)
     path, _, reference = parts.path.partition("@")
-    repository = parts._replace(scheme=parts.scheme.removeprefix("git+"), path=path).geturl()
-    return GitRequirement(requirement, repository, reference or "HEAD")
+    repository = parts._replace(scheme=parts.scheme.removeprefix("git+"), path=path, fragment="").geturl()
+    return GitRequirement(requirement, repository, reference or "HEAD", subdirectory)
+
+
+def _subdirectory(parts: SplitResult, where: str) -> str:
+    """Return the folder that a git URL's fragment names. Raises DefinitionError for another fragment."""
+    key, _, path = parts.fragment.partition("=")
+    path = unquote(path).strip("/")
+    if not parts.fragment and not parts.query:
+        return ""
+    if parts.query or key != "subdirectory" or not is_subdirectory(path):
+        shown = f"?{parts.query}" if parts.query else f"#{parts.fragment}"
+        raise DefinitionError(
+            f"{where}: '{shown:.200}' is not supported after a repository's URL",
+            hint="'#subdirectory=PATH' names the folder of the package; extras go after the name: NAME[EXTRA] @ git+…",
+        )
+    return path
+
+
+def match_folder(line: str) -> re.Match[str] | None:
+    """Return the parts of a line that names a folder of this machine; None for another line."""
+    match = _FOLDER.fullmatch(line)
+    if match is None or _ARCHIVE.search(match["path"]):
+        return None
+    path = match["path"]
+    is_path = (
+        bool(match["editable"] or match["name"]) or path.startswith(("./", "../", "/", "file:")) or path in (".", "..")
+    )
+    return match if is_path or ("/" in path and "@" not in path and ":" not in path) else None
+
+
+def read_folder(match: re.Match[str], start: Path, sources: SourceFolders, where: str) -> LocalRequirement:
+    """Return the folder that a line names from the folder ``start``, with the name of the package there.
+
+    Raises DefinitionError.
+    """
+    path = Path(unquote(re.sub(r"^file:(//(localhost)?(?=/))?", "", match["path"])))
+    folder = sources.check(start / path, where)
+    if not folder.is_dir():
+        raise DefinitionError(f"{where}: {path} is no folder", hint="a package of an index is NAME alone, without '/'")
+    name = match["name"] or _project_name(folder, sources, where)
+    marker = f" ; {match['marker']}" if match["marker"] else ""
+    try:
+        requirement = Requirement(f"{name}{match['named'] or match['extras'] or ''}{marker}")
+    except InvalidRequirement as error:
+        raise DefinitionError(f"{where}: {match[0]:.200}: cannot be read: {error}") from error
+    return LocalRequirement(requirement, folder, bool(match["editable"]))
+
+
+def _project_name(folder: Path, sources: SourceFolders, where: str) -> str:
+    """Return the name that pyproject.toml says. Raises DefinitionError where none is said without running code."""
+    file = folder / "pyproject.toml"
+    if not file.is_file() and not (folder / "setup.py").is_file():
+        raise DefinitionError(
+            f"{where}: {folder} is no Python package: it has neither pyproject.toml nor setup.py",
+            hint="scripts that need no installation go into the recipe's entrypoints/",
+        )
+    try:
+        text = read_source(sources.check_file(file, where)) if file.is_file() else ""
+        values = tomllib.loads(text)
+        for table in (values.get("project", {}), values.get("tool", {}).get("poetry", {})):
+            if isinstance(name := table.get("name"), str) and _NAME.fullmatch(name):
+                return name
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DefinitionError(f"{where}: {file}: cannot be read: {error}") from error
+    raise DefinitionError(
+        f"{where}: {folder} does not say the package's name in pyproject.toml, and no code is run to know it",
+        hint=f"write it: NAME @ file:./{os.path.relpath(folder, sources.folder)}",
+    )
 
 
 def _check_option(option: re.Match[str], source: Path, number: int, sources: SourceFolders) -> str:

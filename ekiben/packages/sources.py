@@ -27,10 +27,11 @@ from packaging.utils import canonicalize_name
 from ekiben.core.checked import Fields, is_basename
 from ekiben.core.environment import ca_bundle
 from ekiben.core.errors import DefinitionError, FetchError
-from ekiben.core.files import make_folders, open_regular
+from ekiben.core.files import digest_of, make_folders, open_regular
 from ekiben.core.process import ProcessError
 from ekiben.packages.git import GitSource, export_commit
 from ekiben.packages.requirements import INDEXES, RequirementsFile, compile_lock, python_options, run_uv
+from ekiben.spec.source_tree import SourceTree, read_tree
 from ekiben.spec.sources import Source
 from ekiben.spec.stack import Stack, read_pins
 
@@ -175,10 +176,12 @@ def _login(url: str) -> tuple[str, str] | None:
     return None
 
 
-def build_requirements(file: Path, name: str) -> list[str]:
-    """Return what the archive's pyproject.toml says that its build needs. Raises DefinitionError."""
+def build_requirements(file: Path, name: str, subdirectory: str = "") -> list[str]:
+    """Return what the archive's pyproject.toml says that its build needs; ``subdirectory`` is a folder in the archive's
+    one folder. Raises DefinitionError.
+    """
     with open_regular(file) as stream:
-        text = _read_project(stream, name)
+        text = _read_project(stream, name, subdirectory)
     try:
         project = Fields.of(tomllib.loads(text or ""))
         requires = project.object("build-system").strings("requires") if "build-system" in project else [*_LEGACY]
@@ -187,15 +190,21 @@ def build_requirements(file: Path, name: str) -> list[str]:
         raise DefinitionError(f"{name}: the pyproject.toml of its source cannot be read: {error}") from error
 
 
-def _read_project(stream: IO[bytes], name: str) -> str | None:
-    """Return pyproject.toml of the archive's one folder; None where there is none."""
+def has_submodules(file: Path) -> bool:
+    """Return whether the tar of a git commit names submodules."""
+    with tarfile.open(file, "r:") as tar:
+        return any(entry.name == "source/.gitmodules" for entry in tar)
+
+
+def _read_project(stream: IO[bytes], name: str, subdirectory: str) -> str | None:
+    """Return pyproject.toml of a folder in the archive's one folder; None where there is none."""
     is_zip, size = zipfile.is_zipfile(stream), 0
     stream.seek(0)
     try:
         if is_zip:
             with zipfile.ZipFile(stream) as archive:
                 for info in archive.infolist():
-                    if _is_project(info.filename):
+                    if _is_project(info.filename, subdirectory):
                         with archive.open(info) as file:
                             return file.read(_MAX_TEXT).decode()
             return None
@@ -205,15 +214,15 @@ def _read_project(stream: IO[bytes], name: str) -> str | None:
                     raise DefinitionError(f"{name}: its source has more than {_MAX_MEMBERS} files")
                 if (size := size + entry.size) > _MAX_UNPACKED:
                     raise DefinitionError(f"{name}: its source unpacks to more than {_MAX_UNPACKED >> 30} GiB")
-                if entry.isreg() and _is_project(entry.name) and (content := tar.extractfile(entry)):
+                if entry.isreg() and _is_project(entry.name, subdirectory) and (content := tar.extractfile(entry)):
                     return content.read(_MAX_TEXT).decode()
     except _UNREADABLE as error:
         raise DefinitionError(f"{name}: its source cannot be read: {error}") from error
     return None
 
 
-def _is_project(path: str) -> bool:
-    return path.count("/") == 1 and path.endswith("/pyproject.toml")
+def _is_project(path: str, subdirectory: str) -> bool:
+    return path.partition("/")[2] == (f"{subdirectory}/" if subdirectory else "") + "pyproject.toml"
 
 
 def lock_build(requires: Sequence[str], checked: RequirementsFile, below: str, stack: Stack) -> tuple[str, ...]:
@@ -239,16 +248,35 @@ def lock_build(requires: Sequence[str], checked: RequirementsFile, below: str, s
 
 def fetch_commit(name: str, repository: str, commit: str, cache: Path) -> Path:
     """Return a tar of a git commit's files in ``cache``; fetch it where it is not there. Raises FetchError."""
-    target = cache / "sources" / f"git-{commit}.tar"
+    target = cache / "sources" / f"commit-{commit}.tar"
     if not target.is_file():
         make_folders(target.parent)
         export_commit(GitSource(repository, commit), target)
     return target
 
 
-def mount_source(source: Source, stack: Stack, mount: Path, cache: Path) -> None:
-    """Put the source, and what its build needs, into ``mount``. Raises FetchError."""
+def keep_folder(tree: SourceTree, cache: Path) -> Path:
+    """Return the archive of a folder in ``cache``, by its hash. Raises DefinitionError."""
+    make_folders(cache / "sources")
+    with tempfile.NamedTemporaryFile(dir=cache / "sources", delete=False) as out:
+        try:
+            tree.write(out)
+            out.close()
+            target = cache / "sources" / digest_of(Path(out.name)).removeprefix("sha256:")
+            Path(out.name).rename(target)
+        finally:
+            Path(out.name).unlink(missing_ok=True)
+    return target
+
+
+def mount_source(source: Source, stack: Stack, mount: Path, cache: Path, folder: Path | None = None) -> None:
+    """Put the source, and what its build needs, into ``mount``; ``folder`` is where that of a folder lies.
+
+    Raises FetchError, DefinitionError.
+    """
     file = cache / "sources" / source.sha256
+    if folder and not file.is_file() and keep_folder(read_tree(folder), cache) != file:
+        raise DefinitionError(f"{folder}: was changed while {source.name} was built; build again")
     if source.commit:
         file = fetch_commit(source.name, source.repository, source.commit, cache)
     elif not file.is_file():

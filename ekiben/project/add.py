@@ -4,6 +4,8 @@ locked as one, or stays as it was.
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,13 +22,20 @@ from ekiben.packages.edit_definition import add_packages, check_package, install
 from ekiben.packages.edit_requirements import (
     Change,
     add_line,
+    append_line,
     edit_project,
     name_of,
     parse_argument,
     remove_lines,
 )
 from ekiben.packages.lock import debian_versions, packages_of
-from ekiben.packages.requirements import project_requirements, read_requirements, requirement_lines
+from ekiben.packages.requirements import (
+    match_folder,
+    project_requirements,
+    read_folder,
+    read_requirements,
+    requirement_lines,
+)
 from ekiben.project.lock import Edits, definitions_below, lock_recipe, read_below, requirements_of
 from ekiben.project.sources import SourceSettings
 from ekiben.spec.definition import Definition
@@ -65,7 +74,18 @@ class _Lists:
 
     def having(self, name: str) -> list[Path]:
         """Return the lists that name a package."""
-        return [path for path, text in self.texts.items() if name in map(name_of, _lines(path, text))]
+        return [
+            path
+            for path, text in self.texts.items()
+            if any(self.name_in(path, line) == name for line in _lines(path, text))
+        ]
+
+    def name_in(self, path: Path, line: str) -> str:
+        """Return the canonical name of the package that a line of the list ``path`` asks for, also of a folder's."""
+        if path.suffix != ".toml" and (folder := match_folder(line)):
+            local = read_folder(folder, path.parent, self.recipe.sources, str(path))
+            return canonicalize_name(local.requirement.name)
+        return name_of(line)
 
 
 def add_requirements(recipe: Recipe, requirements: Sequence[str], options: ChangeOptions) -> Iterator[str]:
@@ -74,8 +94,12 @@ def add_requirements(recipe: Recipe, requirements: Sequence[str], options: Chang
     Raises UsageError for what is none, and what lock_recipe() raises; nothing is changed then.
     """
     lists = _read_lists(recipe, is_created=True)
-    names = {canonicalize_name(parse_argument(item).name): item for item in requirements}
-    if len(names) < len(requirements):
+    folders = [(item, match) for item in requirements if (match := match_folder(item))]
+    for item, match in folders:
+        _add_folder(lists, item, match)
+    indexed = [item for item in requirements if not match_folder(item)]
+    names = {canonicalize_name(parse_argument(item).name): item for item in indexed}
+    if len(names) < len(indexed):
         raise UsageError("a package is named twice on the command line")
     for name, item in names.items():
         path = next(iter(lists.having(name)), lists.source)
@@ -95,7 +119,9 @@ def remove_requirements(recipe: Recipe, names: Sequence[str], options: ChangeOpt
     """
     lists = _read_lists(recipe)
     for item in names:
-        name = canonicalize_name(parse_argument(item).name)
+        folder = match_folder(item)
+        local = read_folder(folder, Path.cwd(), recipe.sources, item) if folder else None
+        name = canonicalize_name(local.requirement.name if local else parse_argument(item).name)
         paths = lists.having(name)
         if not paths:
             raise _not_asked(lists, name)
@@ -103,10 +129,33 @@ def remove_requirements(recipe: Recipe, names: Sequence[str], options: ChangeOpt
             if path.suffix == ".toml":
                 _edit_project(lists, remove=[name])
                 continue
-            lists.texts[path], changes = remove_lines(lists.texts[path], name)
+            is_removed = functools.partial(_names, lists, path, name)
+            lists.texts[path], changes = remove_lines(lists.texts[path], is_removed)
             for change in changes:
                 lists.note(path, change)
     yield from _apply(lists, options, [])
+
+
+def _names(lists: _Lists, path: Path, name: str, line: str) -> bool:
+    return lists.name_in(path, line) == name
+
+
+def _add_folder(lists: _Lists, item: str, match: re.Match[str]) -> None:
+    """Add a line for a folder, whose path is from here, to the list. Raises UsageError, DefinitionError."""
+    local = read_folder(match, Path.cwd(), lists.recipe.sources, item)
+    source, name = lists.source, canonicalize_name(local.requirement.name)
+    path = os.path.relpath(local.folder, follow(source.parent))
+    if source.suffix == ".toml":
+        raise UsageError(f"{item}: uv does not write a folder into {source.name}", hint=f"write {name} @ file:./{path}")
+    if paths := lists.having(name):
+        raise UsageError(
+            f"{paths[0]} asks for {name} already", hint=f"remove that first: {command_name()} remove {name}"
+        )
+    extras = f"[{','.join(sorted(local.requirement.extras))}]" if local.requirement.extras else ""
+    inside = path if path.startswith(".") else f"./{path}"
+    line = f"{'-e ' if local.is_editable else ''}{inside}{extras}"
+    lists.texts[source] = append_line(lists.texts[source], line)
+    lists.note(source, Change("", line))
 
 
 def _read_lists(recipe: Recipe, *, is_created: bool = False) -> _Lists:

@@ -27,6 +27,7 @@ from ekiben.project.sources import Resolution, SourceSettings, resolve_packages
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, read_recipe
 from ekiben.spec.source_folders import follow
+from ekiben.spec.source_tree import read_tree
 from ekiben.spec.sources import Source, format_sources, read_sources, sources_file
 from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins, stacks
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
@@ -122,6 +123,7 @@ def lock_recipe(
         if arch_lock(shared, name) != shared and arch_lock(shared, name).exists()
     ]
     checked = read_requirements(source, recipe.sources, is_recipe=True, edits=edits.files)
+    yield from _folder_notes(recipe, checked)
     locked: dict[Path, str] = {}
     changes: list[str] = []
     for name in [arch] if arch else ["amd64", *further]:
@@ -223,7 +225,7 @@ def _lock_for(
     locked[sources_file(target)] = format_sources(sources)
     yield from (
         f"{recipe.folder.name}/{sources_file(target).relative_to(recipe.folder)}: {item.name} {item.version} is built"
-        f" from {f'the commit {item.commit[:12]}' if item.commit else 'its source'}"
+        f" from {_origin(item)}"
         for item in sources
         if item not in known
     )
@@ -233,6 +235,25 @@ def _lock_for(
         f"{recipe.folder.name}/{target.relative_to(recipe.folder)}: {line}"
         for line in _differences(old, locked[target])
     )
+
+
+def _origin(source: Source) -> str:
+    return f"the commit {source.commit[:12]}" if source.commit else source.folder or "its source"
+
+
+def _folder_notes(recipe: Recipe, checked: RequirementsFile) -> Iterator[str]:
+    """Yield a line for the folders that the requirements name after -e, and for files that are left out of one."""
+    if edited := [item.requirement.name for item in checked.local if item.is_editable]:
+        yield (
+            f"note: -e {', '.join(edited)}: the image holds a copy of the folder; lock and build again after an edit"
+        )
+    for item in checked.local:
+        if untracked := read_tree(item.folder).untracked:
+            more = f" and {len(untracked) - 3} more" if len(untracked) > 3 else ""
+            yield (
+                f"note: {item.folder}: left out, as git does not track it: {', '.join(untracked[:3])}{more}; `git add`"
+                " takes it in"
+            )
 
 
 def _read(path: Path) -> str:

@@ -8,6 +8,7 @@ a lock which is kept or checked builds nothing.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import tempfile
 import zipfile
@@ -27,12 +28,22 @@ from ekiben.core.files import open_regular
 from ekiben.core.process import ProcessError
 from ekiben.core.progress import Progress
 from ekiben.packages.git import find_commit
-from ekiben.packages.requirements import GitRequirement, RequirementsFile, compile_lock
-from ekiben.packages.sources import build_requirements, choose_archive, fetch_archive, fetch_commit, lock_build
+from ekiben.packages.requirements import GitRequirement, LocalRequirement, RequirementsFile, compile_lock
+from ekiben.packages.sources import (
+    build_requirements,
+    choose_archive,
+    fetch_archive,
+    fetch_commit,
+    has_submodules,
+    keep_folder,
+    lock_build,
+)
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.resolve.resolve import resolve_below
 from ekiben.resolve.sources import source_copies
 from ekiben.spec.recipe import Recipe
+from ekiben.spec.source_folders import follow
+from ekiben.spec.source_tree import read_tree
 from ekiben.spec.sources import Source
 from ekiben.spec.stack import Stack, read_pins
 from ekiben.store import Store, StoredResult
@@ -72,11 +83,11 @@ class Resolution:
     keep: bool
 
     def _requirements(self, sources: Iterable[Source]) -> tuple[Requirement, ...]:
-        """Return the requirements, those of git repositories with the version that was built."""
+        """Return the requirements, those of git repositories and folders with the version that was built."""
         versions = {source.name: source.version for source in sources}
         exact = []
-        for item in self.checked.git:
-            asked = item.requirement
+        asked_for = [item.requirement for item in self.checked.git] + [item.requirement for item in self.checked.local]
+        for asked in asked_for:
             extras = f"[{','.join(sorted(asked.extras))}]" if asked.extras else ""
             marker = f" ; {asked.marker}" if asked.marker else ""
             exact.append(Requirement(f"{asked.name}{extras}=={versions[canonicalize_name(asked.name)]}{marker}"))
@@ -98,11 +109,15 @@ def resolve_packages(resolution: Resolution, settings: SourceSettings) -> tuple[
     Raises ProcessError when there is no solution, DefinitionError, FetchError; what building raises.
     """
     git = {canonicalize_name(item.requirement.name): item for item in resolution.checked.git}
-    if git and settings.only_binary:
-        raise DefinitionError(f"{', '.join(git)}: a git repository has no wheel; lock without --only-binary")
-    chosen = {item.name: item for item in resolution.known if resolution.keep and not item.commit}
+    local = {canonicalize_name(item.requirement.name): item for item in resolution.checked.local}
+    if (git or local) and settings.only_binary:
+        names = ", ".join([*git, *local])
+        raise DefinitionError(f"{names}: a repository or a folder has no wheel; lock without --only-binary")
+    chosen = {item.name: item for item in resolution.known if resolution.keep and not item.commit and not item.folder}
     for name, item in git.items():
         chosen[name] = _built(_choose_commit(resolution, name, item, settings), resolution, settings)
+    for name, folder in local.items():
+        chosen[name] = _built(_choose_folder(resolution, name, folder, settings), resolution, settings)
     tried: set[tuple[str, str]] = set()
     for _ in range(_MAX_SOURCES):
         try:
@@ -136,7 +151,11 @@ def _too_new(message: str, chosen: Iterable[Source]) -> tuple[str, str]:
         for versions in re.findall(rf"depends? on {re.escape(source.name)}([<>=!~][^\s,]*(?:,[<>=!~][^\s,]*)*)", text):
             with contextlib.suppress(InvalidSpecifier):
                 specifiers = SpecifierSet(versions.rstrip(".;)"))
-                if not source.commit and not specifiers.contains(source.version, prereleases=True):
+                if (
+                    not source.commit
+                    and not source.folder
+                    and not specifiers.contains(source.version, prereleases=True)
+                ):
                     return source.name, str(specifiers)
     return "", ""
 
@@ -145,7 +164,8 @@ def _choose_commit(resolution: Resolution, name: str, item: GitRequirement, sett
     """Return a git repository as a source: the commit that was locked of the same branch or tag, with ``keep``."""
     assert settings.cache is not None
     for known in resolution.known if resolution.keep else ():
-        if (known.name, known.repository, known.reference) == (name, item.repository, item.reference):
+        asked = (name, item.repository, item.reference, item.subdirectory)
+        if (known.name, known.repository, known.reference, known.subdirectory) == asked:
             return known
     commit = find_commit(item.repository, item.reference)
     file = fetch_commit(name, item.repository, commit, settings.cache)
@@ -154,11 +174,25 @@ def _choose_commit(resolution: Resolution, name: str, item: GitRequirement, sett
         version="",
         file=f"{name}-{commit[:12]}.tar",
         sha256="",
-        build=_locked_build(name, build_requirements(file, name), resolution),
+        build=_locked_build(name, build_requirements(file, name, item.subdirectory), resolution),
         repository=item.repository,
         commit=commit,
         reference=item.reference,
+        subdirectory=item.subdirectory,
+        submodules=has_submodules(file),
     )
+
+
+def _choose_folder(resolution: Resolution, name: str, item: LocalRequirement, settings: SourceSettings) -> Source:
+    """Return a folder of the recipe's as a source; what its build needs stays as it was locked, with ``keep``."""
+    assert settings.cache is not None
+    file = keep_folder(read_tree(item.folder), settings.cache)
+    inside = os.path.relpath(item.folder, follow(resolution.recipe.folder))
+    source = Source(name=name, version="", file=f"{name}.tar", sha256=file.name, build=(), folder=inside)
+    same = [known for known in resolution.known if (known.folder, known.sha256) == (inside, file.name)]
+    if same and resolution.keep:
+        return replace(source, build=same[0].build)
+    return replace(source, build=_locked_build(name, build_requirements(file, name), resolution))
 
 
 def _choose(resolution: Resolution, name: str, settings: SourceSettings, versions: str) -> Source:
@@ -180,7 +214,9 @@ def _built(source: Source, resolution: Resolution, settings: SourceSettings) -> 
     """Return the source with its wheel: as it was locked, where nothing changed."""
     same = [item for item in resolution.known if item.inputs == source.inputs]
     if same:
-        return replace(same[0], repository=source.repository, reference=source.reference)
+        return replace(
+            same[0], repository=source.repository, reference=source.reference, folder=source.folder, file=source.file
+        )
     if settings.build is None:
         raise FetchError(f"{source.name} has no wheel, and its source is not built here")
     return settings.build(resolution.recipe, resolution.stack, source)
@@ -233,7 +269,7 @@ def source_builder(store: Store, options: Options, progress: Progress) -> BuildS
             deffile="",
         )
         assert recipe.file.layer
-        copies = source_copies(recipe.file.layer, [source], state, stack)
+        copies = source_copies(recipe.file.layer, [source], state, stack, recipe.folder)
         (result,) = build_sources(BuildContext(resolved, store, options, progress), copies)
         return read_built(source, result, store)
 

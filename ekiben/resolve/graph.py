@@ -70,7 +70,8 @@ class BuildStage:
 
     ``layers`` are those below it, bottom first; ``outputs`` the paths that later stages copy. A stage with a ``wheel``
     compiles that package: its key names what decides about compiled code, and not the layers below. ``job_memory``, in
-    bytes, is where the store has not seen one compiled yet. A stage with a ``source`` builds that, without a network.
+    bytes, is where the store has not seen one compiled yet. A stage with a ``source`` builds that, without a network;
+    ``source_folder`` is where it lies, when it is a folder of the recipe.
     """
 
     name: str
@@ -85,6 +86,7 @@ class BuildStage:
     job_memory: int | None
     inputs: Mapping[str, Any]
     source: Source | None = None
+    source_folder: Path | None = None
     scripts: tuple[EnvironmentScript, ...] = ()
     cache_key: str = field(init=False)
 

@@ -23,7 +23,7 @@ from ekiben.resolve.copies import copied_files, copy_inputs, file_inputs
 from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, StageCopy
 from ekiben.resolve.keys import KEY_FORMAT, hash_inputs
 from ekiben.resolve.recipe_layer import add_recipe_layer
-from ekiben.resolve.sources import source_copies
+from ekiben.resolve.sources import locked_sources, source_copies
 from ekiben.spec.bases_lock import bind_bases
 from ekiben.spec.definition import (
     SCRATCH,
@@ -46,7 +46,6 @@ from ekiben.spec.environment import (
 )
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import local_path
-from ekiben.spec.sources import Source, read_sources, sources_file
 from ekiben.spec.stack import Stack, StackFile, find_stack, stacks
 from ekiben.spec.sums import check_recipe_locks
 
@@ -317,7 +316,8 @@ class _Images:
         copies = self._stages(definition, state, circle)
         files = self._files_of(definition, stage)
         if stage.post:
-            copies += source_copies(definition.name, self._sources_of(files), state, self.stack)
+            sources = locked_sources(files, self.recipe)
+            copies += source_copies(definition.name, sources, state, self.stack, self.recipe.folder)
         parent = state.top_key or ""
         writes = writes_environment("\n".join([stage.post, *(file.destination for file in files)]))
         if stage.bootstrap == SCRATCH and stage.post:  # its shell is one of the files
@@ -388,12 +388,6 @@ class _Images:
                 for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
             ),
         )
-
-    def _sources_of(self, files: Sequence[File]) -> list[Source]:
-        """Return the sources that packages of these lock files are built from."""
-        locks = [file.source for file in files if file.source and file.source.suffix == ".lock"]
-        paths = [path for path in map(sources_file, locks) if path.exists()]
-        return [source for path in paths for source in read_sources(self.recipe.sources.check_file(path))]
 
     def _stages(self, definition: Definition, below: ImageState, circle: Sequence[str]) -> tuple[StageCopy, ...]:
         """Return the lines of ``%files from`` of the last stage, with their stages resolved."""

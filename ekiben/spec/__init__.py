@@ -10,6 +10,7 @@ recipe          recipe.yaml; recipes by name or by path
 stack           stack.yaml, its lock files; stacks by name
 name_confusion  packages whose name means another one to a user of GPUs; here, for resolving checks every file it copies
 sources         the sources of packages without a wheel, beside a lock file
+source_tree     a folder of a recipe with a Python project, as an archive
 source_folders  where the files of a recipe may lie, and what the user includes beside it
 """
 
@@ -23,6 +24,7 @@ __all__ = [
     "name_confusion",
     "recipe",
     "source_folders",
+    "source_tree",
     "sources",
     "stack",
     "sums",

@@ -28,8 +28,11 @@ _PIN = re.compile(r"[A-Za-z0-9][\w.-]*==[^\s;\\]+( --hash=sha256:[0-9a-f]{64})+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A source distribution of an index, or a git commit: ``repository``, ``commit`` and the ``reference`` (a branch,
-    a tag) that meant it when it was locked. ``build``: the pins of what its build needs, a line each, with hashes.
+    """A source distribution of an index, a git commit, or a ``folder``, which is a path from the recipe's.
+
+    Of a commit, ``repository`` and the ``reference`` (a branch, a tag) are those that meant it when it was locked,
+    ``subdirectory`` is where the package lies in it, and ``submodules`` whether it has some. ``build``: the pins of
+    what its build needs, a line each, with hashes.
 
     ``wheel`` is the file name of what is built from it, ``wheel_sha256`` its hash, ``requires`` and ``python`` the
     dependencies and the versions of Python that its metadata names; all are empty until it is built.
@@ -47,6 +50,9 @@ class Source:
     repository: str = ""
     commit: str = ""
     reference: str = ""
+    subdirectory: str = ""
+    submodules: bool = False
+    folder: str = ""
 
     @classmethod
     def parse(cls, fields: Fields) -> Source:
@@ -73,6 +79,9 @@ class Source:
             repository=fields.text("repository") if is_git else "",
             commit=fields.matching("commit", _COMMIT, "a git commit's full name") if is_git else "",
             reference=fields.text("reference") if is_git else "",
+            subdirectory=_subdirectory(fields) if is_git else "",
+            submodules=is_git and fields.data.get("submodules") is True,
+            folder=fields.text("folder", ""),
             build=tuple(build),
             wheel=wheel,
             wheel_sha256=fields.hex_digest("wheel_sha256"),
@@ -84,7 +93,15 @@ class Source:
     def inputs(self) -> dict[str, Any]:
         """Return what decides about the wheel's bytes, as an input of a key."""
         if self.commit:  # which names its content, wherever it is fetched from
-            return {"name": self.name, "commit": self.commit, "build": list(self.build)}
+            return {
+                "name": self.name,
+                "commit": self.commit,
+                **({"subdirectory": self.subdirectory} if self.subdirectory else {}),
+                **({"submodules": True} if self.submodules else {}),
+                "build": list(self.build),
+            }
+        if self.folder:  # whose archive names its content, wherever the folder is
+            return {"name": self.name, "sha256": self.sha256, "build": list(self.build)}
         return {"name": self.name, "version": self.version, "sha256": self.sha256, "build": list(self.build)}
 
     def to_json(self) -> dict[str, Any]:
@@ -92,6 +109,7 @@ class Source:
         values = {
             **self.inputs,
             **({"repository": self.repository, "reference": self.reference} if self.commit else {}),
+            **({"folder": self.folder} if self.folder else {}),
             "version": self.version,
             "file": self.file,
             "wheel": self.wheel,
@@ -100,6 +118,18 @@ class Source:
             "python": self.python,
         }
         return dict(sorted(values.items()))
+
+
+def _subdirectory(fields: Fields) -> str:
+    path = fields.text("subdirectory", "")
+    if path and not is_subdirectory(path):
+        fields.refuse("subdirectory", "a path below the repository's top folder")
+    return path
+
+
+def is_subdirectory(path: str) -> bool:
+    """Return whether a path leads below the folder that it begins in."""
+    return not path.startswith("/") and not {"", ".", ".."} & {*path.split("/")} and path.isprintable()
 
 
 def sources_file(lock: Path) -> Path:

@@ -180,3 +180,75 @@ def test_lm_eval_is_locked_with_a_source_that_is_built(workspace: Workspace, new
     (recipe / "requirements.txt").write_text("sqlitedict\n")
     cli.run("--store", store, "lock", recipe, "--keep")
     cli.image(store, recipe, "--engine", "apptainer", "--no-verify", "-o", folder / "mine.sif")
+
+
+EXTENSION = {  # a package with compiled code, built by the setuptools of the layer below
+    "pyproject.toml": '[project]\nname = "fast-sum"\nversion = "0.1"\n'
+    '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+    '[tool.setuptools]\npackages = ["fast_sum"]\n',
+    "setup.py": "from setuptools import Extension, setup\n"
+    'setup(ext_modules=[Extension("fast_sum._c", ["fast_sum/_c.c"])])\n',
+    "fast_sum/__init__.py": "from fast_sum._c import add\n",
+    "fast_sum/_c.c": "#include <Python.h>\n"
+    "static PyObject *add(PyObject *s, PyObject *a) { long x, y;\n"
+    '  return PyArg_ParseTuple(a, "ll", &x, &y) ? PyLong_FromLong(x + y) : NULL; }\n'
+    'static PyMethodDef m[] = {{"add", add, METH_VARARGS, ""}, {0}};\n'
+    'static struct PyModuleDef d = {PyModuleDef_HEAD_INIT, "_c", "", -1, m};\n'
+    "PyMODINIT_FUNC PyInit__c(void) { return PyModule_Create(&d); }\n",
+}
+
+
+def test_folder_is_built_and_installed_and_an_edit_changes_its_layer_alone(
+    workspace: Workspace, new_store: NewStore, index: Index, cli: Cli
+) -> None:
+    folder = workspace.folder("source")
+    recipe = recipe_with(folder, "./package\n", 'python -c "import plain, local_tool; print(local_tool.X)"')
+    package = recipe / "package"
+    (package / "local_tool").mkdir(parents=True)
+    (package / "local_tool/__init__.py").write_text("X = 1\n")
+    (package / "pyproject.toml").write_text(
+        '[project]\nname = "local-tool"\nversion = "0.1"\ndependencies = ["plain"]\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    with tarfile.open(fileobj=io.BytesIO(source("local_tool", "0.1", requires=["plain"]))) as archive:
+        backend = archive.extractfile("local_tool-0.1/backend.py")
+        assert backend
+        (package / "backend.py").write_bytes(backend.read().replace(b"VERSION =", b"X ="))
+    env = {"UV_DEFAULT_INDEX": index.url(index.login), "PIP_FIND_LINKS": None}
+    store = new_store(cli.user, "base", "python")
+    options = ("--engine", "apptainer", "--no-verify", "-o", folder / "mine.sif")
+    done = cli.run("--store", store, "lock", recipe, "--engine", "apptainer", env=env)
+    assert "local-tool 0.1 is built from package" in done.stdout
+    before = cli.image(store, recipe, *options, env=env)
+    (package / "note.txt").write_text("edited\n")
+    refused = cli.run("--store", store, "build", recipe, *options, env=env, code=3)
+    assert "the package local-tool was changed, and is not locked again" in refused.stderr
+    cli.run("--store", store, "lock", recipe, "--keep", "--engine", "apptainer", env=env)
+    after = cli.image(store, recipe, *options, env=env)
+    assert after["built"] == [] or set(after["built"]) <= {"mine-packages.local-tool", "mine-packages", "mine"}
+    assert [item["digest"] for item in after["layers"]][:2] == [item["digest"] for item in before["layers"]][:2]
+
+
+def test_compiled_extension_of_a_folder_is_built_where_a_layer_below_has_a_compiler(
+    workspace: Workspace, new_store: NewStore, cli: Cli
+) -> None:
+    folder = workspace.folder("source")
+    recipe = recipe_with(folder, "./package\n", 'python -c "import fast_sum; assert fast_sum.add(2, 3) == 5"')
+    definition = recipe / "images/mine-packages.def"
+    definition.write_text(definition.read_text().replace("From: python.sif", "From: compiler.sif"))
+    (recipe / "images/compiler.def").write_text(
+        "Bootstrap: localimage\nFrom: python.sif\n\n%post\n    apt-get update\n"
+        "    apt-get install -y --no-install-recommends gcc libc6-dev python3.11-dev\n"
+        "    rm -rf /var/lib/apt/lists/*\n"
+    )
+    for name, text in EXTENSION.items():
+        (recipe / "package" / name).parent.mkdir(parents=True, exist_ok=True)
+        (recipe / "package" / name).write_text(text)
+    stores = [new_store(cli.user, "base", "python") for _ in range(2)]
+    done = cli.run("--store", stores[0], "lock", recipe, "--engine", "apptainer")
+    assert "fast-sum 0.1 is built from package" in done.stdout
+    images = [
+        cli.image(store, recipe, "--engine", "apptainer", "--no-verify", "-o", folder / f"{at}.sif")
+        for at, store in enumerate(stores)
+    ]
+    assert images[0]["layers"] == images[1]["layers"]

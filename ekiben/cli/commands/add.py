@@ -8,6 +8,7 @@ Examples:
   ekiben add humanize
   ekiben add 'rich>=13' 'datasets[audio]' ./mine
   ekiben add 'tools @ git+https://git.example.org/lab/tools@main'
+  ekiben add ./package                      a folder of the recipe with a pyproject.toml
   ekiben add --apt ffmpeg git
   ekiben add --dry-run trl                  what would be locked
 """

@@ -92,6 +92,26 @@ def test_a_list_that_another_names_and_a_project_are_edited(folder: Path) -> Non
     assert '"two>=1"' in (folder / "pyproject.toml").read_text()
 
 
+def test_a_folder_is_added_by_its_path_from_here_and_removed_by_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "src/tool").mkdir(parents=True)
+    (folder / "src/tool/pyproject.toml").write_text('[project]\nname = "My_Tool"\nversion = "1"\n')
+    monkeypatch.chdir(folder / "src")
+    recipe, before = recipe_in(folder), content(folder)
+    choice = options(is_locked=False)
+    line, *_ = add_requirements(recipe, ["./tool[x]"], choice)
+    assert line == "mine/requirements.txt: + ./src/tool[x]"
+    with pytest.raises(UsageError, match="asks for my-tool already"):
+        list(add_requirements(recipe, ["./tool"], choice))
+    line, *_ = remove_requirements(recipe, ["my.tool"], choice)
+    assert line == "mine/requirements.txt: - ./src/tool[x]"
+    assert content(folder) == before
+    list(add_requirements(recipe, ["./tool"], choice))
+    list(remove_requirements(recipe, ["./tool"], choice))
+    assert content(folder) == before
+
+
 def test_a_package_of_the_layers_below_is_not_installed_again(folder: Path, index: Index) -> None:
     recipe = recipe_in(folder)
     index.add_wheel("pip", read_below(recipe, find_stack("cu130", recipe.image_folders)).versions["pip"])

@@ -47,11 +47,15 @@ def test_code_of_a_requirement_is_not_run(folder: Path, tmp_path: Path, line: st
     """uv runs a folder's setup.py to read its dependencies."""
     evil = tmp_path / "evil"
     evil.mkdir()
+    (folder / "evil").mkdir()
     (evil / "setup.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom setuptools import setup\nsetup(name='x', version='1')\n"
     )
     (evil / "more.txt").write_text(f"-e {evil}\n")
-    with pytest.raises(DefinitionError, match=r"requirements\.txt:2: .*only packages of an index can be locked"):
+    with pytest.raises(
+        DefinitionError,
+        match=r"requirements\.txt:2: .*(only packages of an index|outside the recipe's folder|is no Python package)",
+    ):
         lock(folder, f"humanize\n{line.format(evil)}\n")
     assert not (tmp_path / "ran").exists()
 

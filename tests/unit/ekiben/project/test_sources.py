@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +53,7 @@ def play_build(recipe: Recipe, stack: Stack, source: Source) -> Source:
     built.append(f"{source.name} {source.version}")
     requires = ("plain",) if source.version == "2.0" else ()
     source = replace(source, version=source.version or "2.0")
-    wheel = f"{source.name}-{source.version}-py3-none-any.whl"
+    wheel = f"{source.name.replace('-', '_')}-{source.version}-py3-none-any.whl"
     return replace(source, wheel=wheel, wheel_sha256=hashlib.sha256(wheel.encode()).hexdigest(), requires=requires)
 
 
@@ -125,7 +127,8 @@ def test_git_requirement_is_locked_to_the_commit_that_it_means(
         ("x @ git+file:///tools", "git\\+file:// is not fetched"),
         ("git+https://git.example/tools", "a git repository is written as NAME @ git\\+https://HOST/PATH@COMMIT"),
         ("-e git+https://git.example/tools#egg=x", "a git repository is written as NAME @ git"),
-        ("x @ git+https://git.example/tools#subdirectory=a", "'#subdirectory=a' is not supported"),
+        ("x @ git+https://git.example/tools#subdirectory=../a", "'#subdirectory=../a' is not supported"),
+        ("x @ git+https://git.example/tools#egg=a", "'#egg=a' is not supported"),
         ("x @ git+https://git.example/tools@absent", "has no branch and no tag 'absent'"),
         ("x @ git+https://git.example/tools@--upload-pack=touch", "has no branch and no tag '--upload-pack=touch'"),
     ],
@@ -185,7 +188,10 @@ def test_files_after_r_and_c_are_read_and_noticed(folder: Path, index: Index) ->
         ("--requirement=absent.txt", "absent.txt is no file"),
         ("-r requirements.txt", "names the file that names it"),
         ("plain==1.0 --hash=sha256:00", "only packages of an index"),
-        ("-e .", "only packages of an index"),
+        ("-e .", "is no Python package"),
+        ("./absent", "absent is no folder"),
+        ("-e ../mine2", "outside the recipe's folder"),
+        ("x @ file:./x-1.0.whl", "only packages of an index"),
     ],
 )
 def test_line_that_is_not_read_is_refused_with_its_number(folder: Path, index: Index, line: str, message: str) -> None:
@@ -274,3 +280,72 @@ def test_a_foreign_sources_file_is_checked(tmp_path: Path, change: str) -> None:
     path.write_text(text)
     with pytest.raises(DefinitionError, match=r"x\.sources\.json: is not as `ekiben lock` writes it"):
         read_sources(path)
+
+
+PROJECT = '[project]\nname = "My.Tool"\nversion = "2.0"\n[build-system]\nrequires = ["plain"]\nbuild-backend = "x"\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("-e .", ""),
+        ("./package", "package"),
+        ("--editable=package/  # why", "package"),
+        ("my-tool @ file:./package", "package"),
+        ("my_tool[x]@file:package ; python_version > '3'", "package"),
+        ("./package[x]", "package"),
+    ],
+)
+def test_folder_is_locked_and_an_edit_is_noticed(folder: Path, index: Index, line: str, where: str) -> None:
+    package = folder / where
+    package.mkdir(exist_ok=True)
+    (package / "pyproject.toml").write_text(PROJECT)
+    (package / "__pycache__").mkdir()
+    lines = lock(folder, f"{line}\nabove\n")
+    assert built[0] == "my-tool "
+    assert [item.partition(":")[0] for item in lines].count("note") == ("-e" in line or "editable" in line)
+    local, _ = read_sources(folder / SOURCES)
+    assert (local.name, local.version, local.folder) == ("my-tool", "2.0", where or ".")
+    assert [pin.partition("==")[0] for pin in local.build] == ["plain"]
+    keys = [layer.cache_key for layer in resolve(recipe_in(folder), arch="amd64").layers]
+    (package / "__pycache__/x.pyc").write_text("written by an import")
+    assert [layer.cache_key for layer in resolve(recipe_in(folder), arch="amd64").layers] == keys
+    assert "mine: up to date" in lock(folder, f"{line}\nabove\n", check=True)
+
+    (package / "code.py").write_text("x = 1\n")
+    with pytest.raises(DefinitionError, match="the package my-tool was changed, and is not locked again"):
+        resolve(recipe_in(folder), arch="amd64")
+    lock(folder, f"{line}\nabove\n", keep=True)
+    assert built == ["my-tool "]
+    changed = [layer.cache_key for layer in resolve(recipe_in(folder), arch="amd64").layers]
+    assert [old == new for old, new in zip(keys, changed, strict=True)] == [*[True] * (len(keys) - 2), False, False]
+
+
+def test_git_repository_has_its_submodules_and_a_package_below_its_top(
+    folder: Path, index: Index, repository: Path
+) -> None:
+    inner = repository.parent / "inner"
+    git(repository.parent, "init", "--quiet", inner)
+    (inner / "inner.c").write_text("int x;\n")
+    git(inner, "add", ".")
+    git(inner, "commit", "--quiet", "-m", "first")
+    (repository / "python").mkdir()
+    (repository / "pyproject.toml").rename(repository / "python/pyproject.toml")
+    git(repository, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(inner), "python/inner")
+    (repository / ".gitmodules").write_text(
+        (repository / ".gitmodules").read_text().replace(str(inner), "../tools/../inner")
+    )
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "with a submodule")
+    insteads = {"GIT_CONFIG_COUNT": "2", "GIT_CONFIG_KEY_1": f"url.file://{inner}.insteadOf"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**insteads, "GIT_CONFIG_VALUE_1": "https://git.example/inner"}.items():
+            patch.setenv(name, value)
+        lock(folder, "needed @ git+https://git.example/tools@main#subdirectory=python\n")
+    (source,) = read_sources(folder / SOURCES)
+    assert (source.subdirectory, source.submodules) == ("python", True)
+    assert [pin.partition("==")[0] for pin in source.build] == ["plain"]
+    with tarfile.open(folder.parent / f"cache/sources/commit-{source.commit}.tar") as tar:
+        assert {"source/python/pyproject.toml", "source/python/inner/inner.c"} <= set(tar.getnames())
+    assert (lock_text := json.loads((folder / SOURCES).read_text())["sources"][0])["submodules"] is True
+    assert "inner" not in json.dumps(lock_text)
