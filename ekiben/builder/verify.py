@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from ekiben.core.progress import Progress
 from ekiben.executors import JobFailed, Script, by_preference, podman, runtimes
 from ekiben.executors.apptainer import program
 from ekiben.formats.sif import read_sif
+from ekiben.packages.modules import explain_import
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.store import Image, Store, check_sif
 
@@ -236,7 +238,8 @@ class _Tests:
             if code := self._run(lines, None):
                 tail = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
                 failed = f"a %test under {self.runtime} {describe_exit(code)}"
-                raise VerifyError(f"{self.image.name}: {failed}. Its last lines:\n{tail}")
+                message = f"{self.image.name}: {failed}. Its last lines:\n{tail}"
+                raise VerifyError(message, hint=_import_hint(lines, self.image))
             if tests and not tests.passed(self.store):
                 tests.note_requirement(self.store)
         seconds = round(time.monotonic() - began, 1)
@@ -274,6 +277,17 @@ class _Tests:
         except EngineError as error:
             message = f"{self.image.name} could not be tested under {self.runtime}: {error}"
             raise VerifyError(message) from error
+
+
+def _import_hint(lines: Sequence[str], image: Image) -> str | None:
+    """Return what to do where an import failed; None where none did."""
+    explained = explain_import(lines)
+    if explained is None:
+        return None
+    lacks, arguments = explained
+    recipe = shlex.quote(shlex.split(image.cli_args)[0])
+    quoted = " ".join(map(shlex.quote, arguments.split()))
+    return f"{lacks}; `{command_name()} add {quoted} {recipe}` adds it" if arguments else lacks
 
 
 def _known(store: Store, name: str, image: Image) -> tuple[float, EarlierPass] | None:

@@ -7,6 +7,7 @@ git                git sources of build stages: mirrors, and repositories for a 
 host_config        PackageSources: the site's mirrors and indexes; what of the host is mounted into a build
 installed          which packages a file system holds
 lock               write a stack's lock files
+modules            which package brings a module that an import did not have
 outdated           which locked packages have a newer release, or a known advisory
 requirements       what a file asks for, and uv, which runs none of its code
 sources            source distributions of packages without a wheel: chosen, fetched, shown to their build stage
@@ -20,6 +21,7 @@ __all__ = [
     "host_config",
     "installed",
     "lock",
+    "modules",
     "outdated",
     "requirements",
     "sources",

@@ -182,6 +182,19 @@ def test_lm_eval_is_locked_with_a_source_that_is_built(workspace: Workspace, new
     cli.image(store, recipe, "--engine", "apptainer", "--no-verify", "-o", folder / "mine.sif")
 
 
+def test_an_import_that_fails_in_a_test_names_what_adds_it(
+    workspace: Workspace, new_store: NewStore, index: Index, cli: Cli
+) -> None:
+    recipe = recipe_with(folder := workspace.folder("source"), "plain\n", 'python -c "import yaml"')
+    env = {"UV_DEFAULT_INDEX": index.url(index.login), "PIP_FIND_LINKS": None}
+    store = new_store(cli.user, "base", "python")
+    cli.run("--store", store, "lock", recipe, env=env)
+    options = ("--engine", "apptainer", "--format", "sif", "-o", folder / "mine.sif")
+    done = cli.run("--store", store, "build", recipe, *options, env=env, code=8)
+    assert "hint: the image has no module yaml, of the package PyYAML; `" in done.stderr
+    assert f" add PyYAML {recipe}` adds it" in done.stderr
+
+
 EXTENSION = {  # a package with compiled code, built by the setuptools of the layer below
     "pyproject.toml": '[project]\nname = "fast-sum"\nversion = "0.1"\n'
     '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
