@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import transformers
 
+from ekiben_tasks.models import compile_patches
 from ekiben_tasks.models.architecture import list_blocks, strip_adapter
 from ekiben_tasks.models.attention import ATTENTION, limits_of
+from ekiben_tasks.models.description import find_body_path
 from ekiben_tasks.models.limited_attention import attend_examples
 from ekiben_tasks.models.proof import attach_masks, verify
 
@@ -54,13 +56,15 @@ def _count(model: Any, longest: int, dtype: torch.dtype, *, compiled: bool) -> f
 
 
 def _saved_compiled(model: Any, dtype: torch.dtype, length: int) -> float:
-    from ekiben_tasks.models.tuning import LossModule
-
+    """Return the bytes that each token adds to compiled blocks, as LossModule.compile_blocks() compiles them."""
     made = _prepare(model, dtype)
+    causal = strip_adapter(made)
     torch._dynamo.reset()
     try:
-        # Sizes left open keep the same, and take ten times as long to trace.
-        LossModule(made, dtype).compile_blocks(_BACKEND, dynamic=False)
+        compile_patches.prepare(made, causal.get_submodule(find_body_path(causal)))
+        for block in list_blocks(causal):
+            # Sizes left open keep the same, and take ten times as long to trace.
+            block.compile(dynamic=False, backend=_BACKEND)
         return _saved(made, length)[0] / length
     finally:
         torch._dynamo.reset()

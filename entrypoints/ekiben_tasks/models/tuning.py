@@ -74,14 +74,14 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         # Looked up here: a sharded head is complete only while its model runs.
         return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, batch.labels, self.chunk_loss)
 
-    def compile_blocks(self, backend: Any = "inductor", *, dynamic: bool = True) -> None:
+    def compile_blocks(self, backend: Any = "inductor") -> None:
         """Compile each block in place.
 
         Equal blocks share one compilation; that of a complete model would take minutes.
         """
         compile_patches.prepare(self.model, self.body)
         for block in find_blocks(self.body):
-            block.compile(dynamic=dynamic, backend=backend)
+            block.compile(dynamic=True, backend=backend)
         self.chunk_loss = losses.compile_loss(backend)
 
     def checkpoint_activations(self, count: int) -> None:

@@ -238,7 +238,7 @@ def test_activation_bytes_equal_autograds(kind: str, method: str) -> None:
         ("gemma3_text", {"head_dim": 16}),
         ("qwen3", {"head_dim": 16}),
         ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
-        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 16}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}),
     ],
 )
 def test_activation_bytes_of_families_without_a_file(kind: str, sizes: dict[str, Any]) -> None:
