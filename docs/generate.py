@@ -85,13 +85,19 @@ MEANINGS = {
         "layer": "The layer on top: a definition file of `images/`, here or in Ekiben",
         "tasks": "The commands of the image, by name",
         "tasks.entrypoint": "A script of the recipe's `entrypoints/`, else of Ekiben's",
+        "tasks.command": (
+            "In place of `entrypoint`: a program and its arguments, as `python -m mypkg.train`; paths of `code` are"
+            " those in the image. No shell reads it"
+        ),
         "tasks.config": "A YAML file of the recipe: the task's settings",
         "tasks.help": "One line for `--help`",
         "tasks.launch": (
             "In a job: `per-gpu`: a process for each GPU of each node; `single`: one process; `cpu`: one process, no"
-            " GPU requested. Default: `single`"
+            " GPU requested. Default: `single`. A `command` with `per-gpu` starts a process for each GPU of this"
+            " machine under `run`, too; `EKIBEN_PROCESSES=N` is another number"
         ),
-        "data": "More files of the folder that ship in the image, below `/opt/ekiben/recipe/`",
+        "code": "Python packages, modules and other code of the folder, for `command`: files or folders",
+        "data": "More files or folders that ship in the image, below `/opt/ekiben/recipe/`",
         "default_task": "The task that runs where none is named: `apptainer run FILE.sif`, `docker run IMAGE`",
         "environment": (
             "Variables that are set in the image; `$NAME` and `${NAME}` stand for what a layer, or an earlier line,"

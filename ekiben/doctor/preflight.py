@@ -22,7 +22,7 @@ _RUNTIME_FAILED = 255  # Apptainer's and SingularityCE's own exit code
 
 
 def check_image_of(sif: Path, image: NamedImage, tasks: Sequence[str]) -> Mapping[str, bytes]:
-    """Return the entrypoint of each task in the image; none for an image that is not of Ekiben.
+    """Return the entrypoint of each task in the image that has one; none for an image that is not of Ekiben.
 
     Raises UsageError when it is another recipe's, or lacks a task.
     """
@@ -45,8 +45,11 @@ def check_image_of(sif: Path, image: NamedImage, tasks: Sequence[str]) -> Mappin
                 f"{sif} has no task '{task}'." + nearest(task, shipped.tasks),
                 hint="build the image again: recipe.yaml has the task, and the image is older; or --force",
             )
+    entrypoints = {task: shipped.tasks[task].entrypoint for task in tasks}
     scripts = {
-        task: read_in_sif(sif, f"{RECIPE_FOLDER}/entrypoints/{shipped.tasks[task].entrypoint}") for task in tasks
+        task: read_in_sif(sif, f"{RECIPE_FOLDER}/entrypoints/{entrypoint}")
+        for task, entrypoint in entrypoints.items()
+        if entrypoint
     }
     return {task: script for task, script in scripts.items() if script is not None}
 

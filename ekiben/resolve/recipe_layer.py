@@ -19,9 +19,10 @@ from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
 from ekiben.resolve.keys import KEY_FORMAT, mode_of
 from ekiben.spec.bases_lock import bound_base
 from ekiben.spec.definition_scripts import is_plain, with_shebang
-from ekiben.spec.recipe import Recipe
+from ekiben.spec.recipe import LAUNCHER, Recipe, TaskFile
 from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import read_pins
+from ekiben.spec.task_command import PYTHON, parse_command
 
 _BASE_START = f'[ ! -x {BASE_STARTSCRIPT} ] || exec {BASE_STARTSCRIPT} "$@"\n'
 _HOME_VARIABLE = "EKIBEN_RECIPE"
@@ -136,10 +137,54 @@ def _pins(file: File) -> list[tuple[str, str, list[str]]]:
 
 def _command(recipe: Recipe, name: str) -> bytes:
     task = recipe.task(name)
+    if task.command:
+        return _program(recipe, task)
     config = f" --config {_quoted(f'{RECIPE_HOME}/{task.config}')}" if task.config else ""
     python = 'python="/opt/venv/bin/python"; [ -x "$python" ] || python=python3'
     script = _quoted(f"{RECIPE_HOME}/entrypoints/{task.entrypoint}")
     return f'#!/bin/sh\n# {task.help}\n{python}\nexec "$python" {script}{config} "$@"\n'.encode()
+
+
+def _program(recipe: Recipe, task: TaskFile) -> bytes:
+    """Return what starts a task's ``command``: alone, or as the processes of this machine's GPUs, where no launcher of
+    a job has started it."""
+    members = recipe.members()
+    argv = parse_command(task.command, task.launch)
+    path = (word.removeprefix("./") for word in argv)
+    shown = [
+        _quoted(f"{RECIPE_HOME}/{inside}") if inside in members else shlex.quote(word)
+        for word, inside in zip(argv, path, strict=True)
+    ]
+    if argv[0] in PYTHON:
+        shown[0] = '"$python"'
+    folders = ":".join(f"{RECIPE_HOME}/{folder}".rstrip("/") for folder in recipe.search_folders)
+    lines = ["#!/bin/sh", f"# {task.help}"]
+    lines += ['python="/opt/venv/bin/python"; [ -x "$python" ] || python=python3']
+    if folders:
+        lines += [f'export PYTHONPATH={_quoted(folders)}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+    lines += [f'set -- {" ".join(shown)} "$@"']
+    if task.launch == "per-gpu":
+        launcher = f"{RECIPE_HOME}/entrypoints/{LAUNCHER[0]}"
+        lines += [_PROCESSES.format(launcher=launcher)]
+    return "\n".join([*lines, 'exec "$@"', ""]).encode()
+
+
+# EKIBEN_FAILURE_DIR is set by the launcher of a job, WORLD_SIZE by it and by torchrun.
+_PROCESSES = """\
+if [ -z "${{EKIBEN_FAILURE_DIR-}}${{WORLD_SIZE-}}" ]; then
+    count=${{EKIBEN_PROCESSES-}}
+    existing() {{ [ -e "$1" ] || shift; echo $#; }}
+    if [ -n "$count" ]; then :
+    elif [ -n "${{EKIBEN_CPU-}}" ]; then count=1
+    elif [ -n "${{CUDA_VISIBLE_DEVICES+set}}" ]; then count=$(set -f; IFS=,; set -- $CUDA_VISIBLE_DEVICES; echo $#)
+    else count=$(existing /dev/nvidia[0-9]*)
+    fi
+    case $count in
+    0 | 1) ;;
+    *[!0-9]*) echo "error: EKIBEN_PROCESSES=$count is no number of processes" >&2; exit 2 ;;
+    *) exec "$python" {launcher} --processes "$count" -- "$@" ;;
+    esac
+fi"""
 
 
 def _quoted(path: str) -> str:

@@ -7,6 +7,7 @@ definition_apps SCIF apps of a definition file
 definition_scripts what runs a section's script: a shebang, or `-c SHELL`
 environment     %environment: a table of values, or a shell script
 recipe          recipe.yaml; recipes by name or by path
+task_command    the `command:` of a task
 stack           stack.yaml, its lock files; stacks by name
 name_confusion  packages whose name means another one to a user of GPUs; here, for resolving checks every file it copies
 sources         the sources of packages without a wheel, beside a lock file
@@ -28,4 +29,5 @@ __all__ = [
     "sources",
     "stack",
     "sums",
+    "task_command",
 ]

@@ -24,6 +24,7 @@ from ekiben.core.paths import PROJECT_ROOT
 from ekiben.core.printable import single_line
 from ekiben.core.settings import read_settings
 from ekiben.spec.source_folders import SourceFolders, follow, included_paths
+from ekiben.spec.task_command import parse_command, search_folders
 
 LAUNCH = ("per-gpu", "single", "cpu")
 _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # values of runs_on
@@ -36,9 +37,10 @@ _LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"
 class TaskFile:
     """``launch``, in a job of a cluster: ``per-gpu``: a process for every GPU of every node; ``single``: one process;
     ``cpu``: one process, and no GPU is requested. ``runs_on`` is its former name, with ``gpus``, ``gpu`` and
-    ``cpu``."""
+    ``cpu``. It has an ``entrypoint`` of entrypoints/, or a ``command``."""
 
-    entrypoint: str
+    entrypoint: str = ""
+    command: str = ""
     config: str | None = None
     help: str
     launch: str = ""
@@ -47,9 +49,17 @@ class TaskFile:
     def __post_init__(self) -> None:
         if self.runs_on is not None and (self.launch or self.runs_on not in _FORMER_LAUNCH):
             raise ValueError(f"runs_on: is the former name of launch; write launch: {', '.join(LAUNCH)}")
+        if bool(self.entrypoint) == bool(self.command):
+            raise ValueError(
+                "write entrypoint: with a script of entrypoints/, or command: with a program, and not both"
+            )
+        if self.command and self.config:
+            raise ValueError(f"config: is for an entrypoint; write it into the command, as --config {self.config}")
         object.__setattr__(self, "launch", self.launch or _FORMER_LAUNCH.get(self.runs_on or "", "single"))
         if self.launch not in LAUNCH:
             raise ValueError(f"launch: should be {', '.join(LAUNCH[:-1])} or {LAUNCH[-1]} (found: '{self.launch}')")
+        if self.command:
+            parse_command(self.command, self.launch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +73,7 @@ class RecipeFile:
     tasks: dict[str, TaskFile]
     default_task: str = ""
     modules: tuple[str, ...] | None = None  # no longer a key: known here so that its error says what to do
+    code: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
@@ -86,6 +97,9 @@ class RecipeFile:
                 f"default_task: there is no task '{self.default_task}'." + nearest(self.default_task, self.tasks)
             )
         check_variables(self.environment)
+        for key, paths in (("code", self.code), ("data", self.data)):
+            if "." in paths:
+                raise ValueError(f"{key}: '.' would be all of the folder; name the files and folders in it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +128,7 @@ class ShippedRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ShippedTask:
-    """A task with the files it needs in the image; ``launch`` as in TaskFile."""
+    """A task with the files it needs in the image; ``launch`` as in TaskFile. One with a command has no entrypoint."""
 
     entrypoint: str
     help: str
@@ -124,7 +138,8 @@ class ShippedTask:
     def parse(cls, fields: Fields) -> ShippedTask:
         """Parse the fields. Raises ValueError for a wrong one."""
         launch = fields.text("launch", "") or _FORMER_LAUNCH.get(fields.text("runs_on", ""), "single")
-        return cls(fields.text("entrypoint"), fields.text("help", ""), launch if launch in LAUNCH else "single")
+        entrypoint = "" if fields.text("command", "") else fields.text("entrypoint")
+        return cls(entrypoint, fields.text("help", ""), launch if launch in LAUNCH else "single")
 
 
 @dataclass(frozen=True)  # no slots: cached_property
@@ -181,12 +196,20 @@ class Recipe:
             raise UsageError(f"recipe '{self.name}' has no task '{name}'." + nearest(name, self.file.tasks))
         return self.file.tasks[name]
 
+    @property
+    def search_folders(self) -> list[str]:
+        """Return the folders below the recipe's from which its commands import modules; "" is the recipe's."""
+        code = self.file.code
+        return search_folders(code, [path for path in code if _is_file(self.folder / path / "__init__.py")])
+
     def members(self) -> dict[str, Path]:
         """Return the files that ship in the image, by path below /opt/ekiben/recipe. Raises DefinitionError."""
         files = {"recipe.yaml": self.folder / "recipe.yaml", **self._scripts()}
         problems = []
-        for file in sorted({task.config for task in self.file.tasks.values() if task.config} | set(self.file.data)):
-            files[file] = self.folder / file
+        configs = {task.config for task in self.file.tasks.values() if task.config}
+        for file in sorted({*configs, *self.file.data, *self.file.code}):
+            tree = _tree(self.folder / file) if file not in configs and _is_plain(file) else {}
+            files |= {f"{file}/{name}": path for name, path in tree.items()} or {file: self.folder / file}
         for inside, path in files.items():
             if not _is_plain(inside):
                 problems.append(
@@ -194,7 +217,7 @@ class Recipe:
                     "keep the file there, and name it without '..' or a leading '/'"
                 )
             elif not _is_file(path):
-                problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is named but {path} is not a file")
+                problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is named but {path} is {_defect(path)}")
         if problems:
             raise DefinitionError("\n".join(problems))
         for path in files.values():
@@ -205,7 +228,10 @@ class Recipe:
         """Return all of the recipe's entrypoints/, the tasks' scripts, and the tasks' library where one uses it."""
         scripts = {f"entrypoints/{inside}": path for inside, path in _tree(self.folder / "entrypoints").items()}
         uses_library = any(self._imports_library(path) for path in scripts.values() if path.suffix == ".py")
-        for script in sorted({task.entrypoint for task in self.file.tasks.values()}):
+        tasks = self.file.tasks.values()
+        if any(task.command and task.launch == "per-gpu" for task in tasks):
+            scripts |= {f"entrypoints/{name}": PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER}
+        for script in sorted({task.entrypoint for task in tasks if task.entrypoint}):
             ours, shipped = self.folder / "entrypoints" / script, PROJECT_ROOT / "entrypoints" / script
             if _is_file(ours) or not _is_file(shipped):
                 scripts[f"entrypoints/{script}"] = ours
@@ -248,6 +274,10 @@ def _is_file(path: Path) -> bool:
         return path.resolve().is_file()
     except (OSError, RuntimeError, ValueError):  # too long, a circle of links, a NUL
         return False
+
+
+def _defect(path: Path) -> str:
+    return "a folder without files" if path.is_dir() else "not a file"
 
 
 def _is_plain(path: str) -> bool:

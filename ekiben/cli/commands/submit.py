@@ -440,8 +440,11 @@ def _preflight(context: Context, run: planning.JobPlan) -> None:
     mounts: Mapping[str, Path] = {}
     if run.live and run.image.recipe:
         recipe, mounts = run.image.recipe, live_files(run.image.recipe).mounts
+        entrypoints = {name: recipe.task(name).entrypoint for name in scripts}
         scripts = {
-            name: read_regular(run.live.files[f"entrypoints/{recipe.task(name).entrypoint}"]) for name in scripts
+            name: read_regular(run.live.files[f"entrypoints/{entrypoint}"])
+            for name, entrypoint in entrypoints.items()
+            if entrypoint
         }
     environment = {**context.environment, **dict(word.split("=", 1) for word in run.request.env if "=" in word)}
     earlier: list[list[str]] = []

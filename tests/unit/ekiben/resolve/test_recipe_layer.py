@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from ekiben.core.errors import DefinitionError
+from ekiben.formats.layer import File
 from support.sample_recipe import RECIPE, SampleRecipe, chain_of
 
 
+def top_files(sample: SampleRecipe) -> dict[str, File]:
+    return {file.destination: file for file in chain_of(sample).top.files}
+
+
 def script(sample: SampleRecipe, path: str) -> str:
-    return {file.destination: file for file in chain_of(sample).top.files}[path].content.decode()
+    return top_files(sample)[path].content.decode()
 
 
 def runscript_output(text: str, *args: str) -> str:
@@ -94,3 +100,89 @@ def test_tests_are_programs_with_a_shebang(sample: SampleRecipe) -> None:
     assert script(sample, "/opt/ekiben/tests/01-walls.sh").startswith("#!/bin/sh -e\n")
     assert script(sample, "/opt/ekiben/tests/02-own.sh") == "#!/bin/sh -e\ngreet\n"
     assert '\n    "$script" </dev/null' in script(sample, "/.singularity.d/test")
+
+
+SHOW = """\
+import os, sys
+import beside, helper.part, inner
+print(os.environ.get("RANK", "-"), os.environ.get("WORLD_SIZE", "-"), inner.NAME, *sys.argv[1:], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({"EKIBEN_CPU": "1"}, ["- - deep --epochs 3"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["- - deep --epochs 3"]),
+        ({"CUDA_VISIBLE_DEVICES": "5,7"}, ["0 2 deep --epochs 3", "1 2 deep --epochs 3"]),
+        ({"EKIBEN_PROCESSES": "3"}, [f"{rank} 3 deep --epochs 3" for rank in range(3)]),
+        ({"EKIBEN_PROCESSES": "3", "RANK": "4", "WORLD_SIZE": "8"}, ["4 8 deep --epochs 3"]),
+        ({"EKIBEN_PROCESSES": "3", "EKIBEN_FAILURE_DIR": "/"}, ["- - deep --epochs 3"]),
+    ],
+)
+def test_command_of_a_task(sample: SampleRecipe, tmp_path: Path, environment: dict[str, str], shown: list[str]) -> None:
+    """Its modules are found, its data are there, and it is started once for each GPU of this machine."""
+    command = "python -m package.train --epochs 3"
+    tasks = {"train": {"command": command, "help": "x", "launch": "per-gpu"}}
+    sample.recipe(tasks=tasks, code=["src/package", "src/helper", "lib", "beside.py"], data=["corpus"])
+    for name, text in {
+        "src/package/__init__.py": "",
+        "src/package/train.py": SHOW,
+        "src/package/__pycache__/train.pyc": "x",
+        "src/helper/part.py": "",
+        "lib/inner.py": "NAME = 'deep'\n",
+        "beside.py": "",
+        "corpus/a/one.txt": "1",
+        "corpus/two.txt": "2",
+    }.items():
+        sample.write(name, text)
+    assert outputs_of(sample, tmp_path, environment, "train") == shown
+    shipped = {str(path.relative_to(tmp_path)) for path in (tmp_path / "opt/ekiben/recipe").rglob("*.*")}
+    assert {f"opt/ekiben/recipe/corpus/{name}" for name in ("a/one.txt", "two.txt")} <= shipped
+    assert not [name for name in shipped if "__pycache__" in name]
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("./tool.sh 'a b' $", "tool a b $ last"),
+        ("python tools/show.py tools", "show tools last"),
+        ("sh -c 'echo $0 $1'", "last"),
+        ("sh tool.sh `", "tool ` last"),
+    ],
+)
+def test_paths_of_code_in_a_command(sample: SampleRecipe, tmp_path: Path, command: str, shown: str) -> None:
+    sample.recipe(tasks={"try": {"command": command, "help": "x"}}, code=["tool.sh", "tools"])
+    sample.write("tool.sh", '#!/bin/sh\necho tool "$@"\n', 0o755)
+    sample.write("tools/show.py", "import sys\nprint('show', *sys.argv[1:])\n")
+    assert outputs_of(sample, tmp_path, {}, "try", "last") == [shown]
+
+
+def outputs_of(sample: SampleRecipe, root: Path, environment: dict[str, str], task: str, *args: str) -> list[str]:
+    """Write the last layer below ``root``, run a task's command of it, and return its lines, sorted."""
+    for file in top_files(sample).values():
+        path = root / file.destination.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with file.open() as content:
+            path.write_bytes(content.read().replace(b"/opt/ekiben", f"{root}/opt/ekiben".encode()))
+        path.chmod(file.mode)
+    argv = ["/bin/sh", str(root / f"usr/local/bin/{task}"), *args]
+    env = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"code": ["gone"]}, "gone is named but .*/gone is not a file"),
+        ({"data": ["empty"]}, "empty is named but .*/empty is a folder without files"),
+        ({"code": ["../x"]}, r"\.\./x is no path below"),
+    ],
+)
+def test_missing_code_and_data_are_named(sample: SampleRecipe, changes: dict[str, list[str]], message: str) -> None:
+    (sample.path / "empty").mkdir()
+    sample.recipe(**changes)
+    with pytest.raises(DefinitionError, match=message):
+        top_files(sample)

@@ -100,7 +100,32 @@ def test_unknown_names_are_refused() -> None:
             {"tasks": {"a": {"entrypoint": "a.py", "help": "x", "cfg": "y"}}},
             "recipe.yaml: unknown key 'tasks.a.cfg'. Did you mean 'config'?",
         ),
-        ({"tasks": {"a": {"help": "x"}}}, "recipe.yaml: key 'tasks.a.entrypoint' is missing"),
+        *(
+            ({"tasks": {"a": {"help": "x", **task}}}, f"recipe.yaml: tasks.a: {message}")
+            for task, message in (
+                ({}, "write entrypoint: with a script of entrypoints/, or command: with a program, and not both"),
+                (
+                    {"entrypoint": "a.py", "command": "python a.py"},
+                    "write entrypoint: with a script of entrypoints/, or command: with a program, and not both",
+                ),
+                (
+                    {"command": "python a.py", "config": "a.yaml"},
+                    "config: is for an entrypoint; write it into the command, as --config a.yaml",
+                ),
+                ({"command": "python 'a"}, "command: No closing quotation: python 'a"),
+                ({"command": " "}, "command: is empty; write a program and its arguments"),
+                ({"command": "a.py"}, "command: write python a.py, for a script of Python needs its Python"),
+                ({"command": "a $HOME"}, "command: no shell reads $HOME; write sh -c '…', or a script"),
+                ({"command": "a && b"}, "command: no shell reads &&; write sh -c '…', or a script"),
+                (
+                    {"command": "torchrun a.py", "launch": "per-gpu"},
+                    "command: torchrun starts processes, as launch: per-gpu does; write the python command that it"
+                    " would start, or launch: single",
+                ),
+                ({"command": "a", "launch": "once"}, "launch: should be per-gpu, single or cpu (found: 'once')"),
+            )
+        ),
+        ({"code": ["."]}, "recipe.yaml: code: '.' would be all of the folder; name the files and folders in it"),
         ({"name": "Own Recipe"}, "recipe.yaml: name: a recipe's name is lower-case letters, digits, '.', '_' and '-'"),
         (
             {"tasks": {"../sh": {"entrypoint": "a.py", "help": "x"}}},
