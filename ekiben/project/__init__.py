@@ -3,10 +3,24 @@
 add         packages that are added to a recipe, or removed
 create      a new recipe's folder, from the files in template/
 dockerfile  a new recipe's folder, from a Dockerfile
+existing    the files that make a recipe of a project's folder
 explain     why requirements do not go with the layers below, and what would work
+from_definition a new recipe's folder, from a definition file
 lock        the Python packages a recipe adds to the layers below, with hashes
 lock_bases  the images of registries that definitions name by a tag, with digests
 sources     packages without a wheel in that lock: how each gets one
+survey      what a project has to run
 """
 
-__all__ = ["add", "create", "dockerfile", "explain", "lock", "lock_bases", "sources"]
+__all__ = [
+    "add",
+    "create",
+    "dockerfile",
+    "existing",
+    "explain",
+    "from_definition",
+    "lock",
+    "lock_bases",
+    "sources",
+    "survey",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ekiben.core.atomic import is_vacant, new_folder
@@ -36,7 +36,7 @@ def create_recipe(folder: Path, *, layer: str = _INSTALLER, stack: str = "cu130"
     """
     name = folder.absolute().name
     check_name(name)
-    _check_layer(layer)
+    check_layer(layer)
     find_stack(stack, [_IMAGES], asked_by="--stack")
     if not is_vacant(folder):
         raise UsageError(f"{folder} exists and is not empty", hint="name a new folder")
@@ -65,7 +65,13 @@ def check_name(name: str) -> None:
         )
 
 
-def _check_layer(layer: str) -> None:
+def layer_text(values: Mapping[str, str]) -> str:
+    """Return the definition file of the layer that installs a recipe's packages."""
+    return _Text((_TEMPLATE / "images/layer.def").read_text(encoding="utf-8")).substitute(values)
+
+
+def check_layer(layer: str) -> None:
+    """Raise UsageError for a layer that is none, or has no Python."""
     known = {path.stem for path in _IMAGES.glob("*.def")}
     if layer not in known:
         raise UsageError(f"--from {layer}: there is no such layer." + nearest(layer, known))
