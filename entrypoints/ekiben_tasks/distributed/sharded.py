@@ -7,6 +7,7 @@ more of the model than one block and their own parts on the GPU, and next to not
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,12 @@ def shard(loss_module: LossModule, device: torch.device, world: DistributedConte
     inside = {id(module) for block in blocks for module in block.modules()}
     rest = [module for module in loss_module.modules() if id(module) not in inside]
 
+    counts = Counter(id(tensor) for module in loss_module.modules() for tensor in module._parameters.values())
+    tied = {number: None for number, count in counts.items() if count > 1}
+
     def spread(modules: list[Any], parent: Any) -> None:
         for module in modules:
-            _receive(module, device, world, widen=trained)
-        if parent is loss_module:
-            loss_module.causal.tie_weights()
+            _receive(module, device, world, tied, widen=trained)
         trainable = {parameter for parameter in parent.parameters() if parameter.requires_grad}
         options: dict[str, Any] = {"mp_policy": policy} if trained else {"ignored_params": trainable}
         fully_shard(parent, **options)
@@ -76,11 +78,19 @@ def shard(loss_module: LossModule, device: torch.device, world: DistributedConte
     spread(rest, loss_module)
 
 
-def _receive(module: Any, device: torch.device, world: DistributedContext, *, widen: bool) -> None:
-    """Weights and buffers of one module itself, without its children, from the first process."""
+def _receive(
+    module: Any, device: torch.device, world: DistributedContext, tied: dict[int, Any], *, widen: bool
+) -> None:
+    """Weights and buffers of one module itself, without its children, from the first process.
+
+    tied: id of a weight that several modules have → what it has become.
+    """
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
             if tensor is None:
+                continue
+            if tied.get(id(tensor)) is not None:
+                table[name] = tied[id(tensor)][1]
                 continue
             here = tensor.detach().to(device) if world.is_main_process else torch.empty_like(tensor, device=device)
             if world.size > 1:
@@ -89,6 +99,8 @@ def _receive(module: Any, device: torch.device, world: DistributedContext, *, wi
                 here = here.float() if widen else here
                 here = torch.nn.Parameter(here, requires_grad=tensor.requires_grad)
             table[name] = here
+            if id(tensor) in tied:
+                tied[id(tensor)] = (tensor, here)  # kept, or another tensor could get its id
 
 
 class ShardedStrategy:

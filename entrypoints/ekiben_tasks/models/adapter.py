@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,31 +15,44 @@ from safetensors import SafetensorError
 
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.load import load_base, load_tokenizer
+from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task import input_files
 from ekiben_tasks.task.adapter_folder import find_config, read_base
-from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.errors import TaskError, nearest
 from ekiben_tasks.task.files import make_readable, replace_folder
 from ekiben_tasks.task.hub import split_revision
 
 
-def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_modules: Sequence[str], seed: int) -> Any:
+def add_adapter(model: Any, lora: Lora, target_modules: Sequence[str], seed: int) -> Any:
     """Return the model with a new adapter, in the model's dtype. target_modules: last parts of names, or "all-linear".
 
     The adapter adds ``alpha / r`` times the product of its two matrices (Hu et al. 2021, arXiv:2106.09685, section
     4.1).
 
     Raises:
-        TaskError: no layer has such a name.
+        TaskError: no layer has such a name, or one cannot be adapted.
     """
     torch.manual_seed(seed)
-    targets = "all-linear" if tuple(target_modules) == ("all-linear",) else list(target_modules)
-    config = peft.LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if tuple(target_modules) == ("all-linear",) else list(target_modules),
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        rank_pattern=lora.rank_pattern or {},
+        alpha_pattern=lora.alpha_pattern or {},
+        modules_to_save=list(lora.modules_to_save) or None,
+        trainable_token_indices=list(lora.trainable_token_indices) or None,
+        task_type="CAUSAL_LM",
+    )
+    _check_lora(model, lora)
     try:
         # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         if "not found" not in str(error):
-            raise TaskError(f"setting lora.target_modules: {str(error).splitlines()[0]}") from error
+            raise TaskError(f"setting lora: {str(error).splitlines()[0]}") from error
         linear_names = {
             name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
         }
@@ -46,6 +60,47 @@ def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_module
         raise TaskError(
             f"setting lora.target_modules: no layer is called {', '.join(target_modules)}; this model has {has}"
         ) from error
+
+
+def _check_lora(model: Any, lora: Lora) -> None:
+    """Raise TaskError for names and tokens that the model has not: PEFT leaves them out in silence."""
+    names = [name for name, _ in model.named_modules()]
+    known = sorted({last for name in names if (last := name.rsplit(".", 1)[-1]).isidentifier()})
+    for setting, keys in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for key in keys if isinstance(keys, dict) else ():
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):
+                raise TaskError(f"setting lora.{setting}: no layer is called {key}.{nearest(key, known)}")
+    for key in lora.modules_to_save:
+        if not any(name == key or name.endswith(f".{key}") for name in names):
+            raise TaskError(f"setting lora.modules_to_save: no module is called {key}.{nearest(key, known)}")
+    size = model.get_input_embeddings().weight.shape[0]
+    if any(index >= size for index in lora.trainable_token_indices):
+        raise TaskError(f"setting lora.trainable_token_indices: the model has embeddings of {size:,} tokens alone")
+
+
+def resume_adapter(model: Any, folder: Path) -> Any:
+    """Return the model with the adapter of ``folder``, ready to be trained further; without its weights on meta.
+
+    Raises:
+        TaskError: it is no LoRA adapter, or does not fit the model.
+    """
+    input_files.check_model_folder(folder)
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        if not isinstance(config, peft.LoraConfig):
+            raise TypeError(f"it is of the method {config.peft_type}, and LoRA alone can be trained further")
+        config.inference_mode = False
+        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        if next(model.parameters()).is_meta:
+            return adapted
+        result = peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(str(folder), device="cpu"))
+        trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        if missing := sorted(trained & set(result.missing_keys)) + sorted(result.unexpected_keys):
+            raise TypeError(f"its weights are not the model's: {missing[0]}")
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TaskError(f"setting adapter={folder}: does not fit the model: {reason}") from error
+    return adapted
 
 
 def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits: int = 16) -> tuple[Any, str]:

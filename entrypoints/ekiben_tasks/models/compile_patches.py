@@ -72,7 +72,7 @@ def _align_adapter(layer: Any) -> None:
     """
     for name, lora_a in layer.lora_A.items():
         lora_b = layer.lora_B[name]
-        if type(lora_a) is type(lora_b) is torch.nn.Linear:
+        if type(lora_a) is type(lora_b) is torch.nn.Linear and not layer.lora_variant:
             lora_a.__class__, lora_b.__class__ = PaddedLoraA, PaddedLoraB
             lora_a.factor, layer.scaling[name] = layer.scaling[name], 1.0
 
@@ -122,7 +122,7 @@ class FusedRopeAttention(GPTNeoXAttention):  # type: ignore[misc]
 
 def _parts(layer: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a layer's output, and what its padded adapter adds to that."""
-    if type(layer) is not peft.tuners.lora.Linear:
+    if type(layer) is not peft.tuners.lora.Linear or layer.lora_variant:
         return layer(rows), None
     (name,) = layer.active_adapters
     return layer.base_layer(rows), layer.lora_B[name](layer.lora_A[name](layer.lora_dropout[name](rows)))

@@ -19,3 +19,27 @@ class Lora:
         "auto",
         "names of the layers that get an adapter; auto: the attention's, by architecture; all-linear: all but the head",
     )
+    use_rslora: bool = option(False, "scale by alpha / sqrt(r) instead (arXiv:2312.03732)")
+    use_dora: bool = option(False, "train the length of each output's weights, too (DoRA, arXiv:2402.09353)")
+    rank_pattern: object = option(None, "other ranks of some layers, {name: r}; a name may be a regular expression")
+    alpha_pattern: object = option(None, "other alphas of some layers, in the same way")
+    modules_to_save: tuple[str, ...] = option(
+        (), "names of modules that are trained wholly, and saved with the adapter"
+    )
+    trainable_token_indices: tuple[int, ...] = option((), "numbers of tokens whose embeddings are trained, too")
+
+
+def check_lora(lora: Lora) -> list[str]:
+    """Return what is wrong with the settings."""
+    problems = [] if lora.r >= 1 else [f"setting lora.r: must be at least 1, not {lora.r}"]
+    if not 0 <= lora.dropout < 1:
+        problems.append(f"setting lora.dropout: must be at least 0 and below 1, not {lora.dropout}")
+    for name, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        items = pattern.items() if isinstance(pattern, dict) else [] if pattern is None else [("", 0)]
+        if not all(isinstance(key, str) and type(value) is int and value > 0 for key, value in items):
+            problems.append(
+                f"setting lora.{name}: must be names with whole numbers above 0, as {{q_proj: 8}}, not {pattern}"
+            )
+    if any(index < 0 for index in lora.trainable_token_indices):
+        problems.append("setting lora.trainable_token_indices: must be numbers of tokens, from 0")
+    return problems

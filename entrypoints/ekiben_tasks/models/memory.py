@@ -166,7 +166,8 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     # Kernels of quantised GEMMs separate the compiled parts, so there recomputation is not certain.
     compiled = choices.get("compiled", False) and choices.get("bits", 16) == 16
     size, longest = choices.get("size", 2), int(choices.get("longest", 0))
-    width, heads = causal.get_input_embeddings().embedding_dim, getattr(config, "num_attention_heads", None) or 0
+    table, heads = causal.get_input_embeddings(), getattr(config, "num_attention_heads", None) or 0
+    vocabulary, width = table.weight.shape
     counted = kept_bytes(model, longest, torch.bfloat16 if size == 2 else torch.float32, compiled=compiled)
     if counted is None:
         kept = float(_KEPT[0] * width + _KEPT[1] * _inner_width(blocks[0], width))
@@ -175,7 +176,6 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     if choices.get("keeps_scores", False) and choose_layout(config) == "packed":
         # The softmax, in fp32 (aten's _scaled_dot_product_attention_math).
         kept += heads * longest * 4 / size
-    table = causal.get_input_embeddings()
     # Where nothing in the blocks is trained, nothing of them is kept: they are there one at a time.
     flows = any(p.requires_grad for module in (*blocks, table) for p in module.parameters())
     everything = list(causal.parameters())
@@ -188,7 +188,7 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
         root=sum(p.numel() for p in everything if id(p) not in inside),
         layers=len(blocks) if flows else 1,
         width=width,
-        vocabulary=causal.get_input_embeddings().num_embeddings,
+        vocabulary=vocabulary,
         kept=kept,
         trains_head=causal.get_output_embeddings().weight.requires_grad,
         **choices,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import peft
@@ -30,6 +31,10 @@ class TuningMethod(Protocol):
     @property
     def lora(self) -> Lora:
         """Return the adapter's settings, which method ``lora`` uses."""
+
+    @property
+    def adapter(self) -> str:
+        """Return the folder of an adapter to go on from, or nothing."""
 
     @property
     def last_layer(self) -> Literal["auto"] | tuple[str, ...]:
@@ -112,16 +117,13 @@ def apply_tuning_method(causal: Any, tuning: TuningMethod) -> Any:
     """
     causal.requires_grad_(tuning.method == "full")
     if tuning.method == "lora":
+        if tuning.adapter:
+            return adapter.resume_adapter(causal, Path(tuning.adapter))
         targets = tuning.lora.target_modules
         if targets == "all-linear":
             targets = ("all-linear",)
         return adapter.add_adapter(
-            causal,
-            r=tuning.lora.r,
-            alpha=tuning.lora.alpha,
-            dropout=tuning.lora.dropout,
-            seed=tuning.seed,
-            target_modules=lora_targets(causal) if targets == "auto" else targets,
+            causal, tuning.lora, lora_targets(causal) if targets == "auto" else targets, tuning.seed
         )
     if tuning.method == "last-layer":
         chosen = last_layer(causal) if tuning.last_layer == "auto" else tuning.last_layer
@@ -132,7 +134,16 @@ def apply_tuning_method(causal: Any, tuning: TuningMethod) -> Any:
 def describe(model: Any, tuning: TuningMethod) -> str:
     """Return which weights of ``model`` are trained, in words."""
     if tuning.method == "lora":
-        return f"LoRA r {tuning.lora.r} on {', '.join(sorted(model.peft_config['default'].target_modules))}"
+        config = model.peft_config["default"]
+        targets = config.target_modules
+        parts = [
+            f"{'DoRA' if config.use_dora else 'LoRA'} r {config.r} on"
+            f" {targets if isinstance(targets, str) else ', '.join(sorted(targets))}",
+            f"all of {', '.join(config.modules_to_save)}" if config.modules_to_save else "",
+            f"embeddings of {len(config.trainable_token_indices)} tokens" if config.trainable_token_indices else "",
+            f"from {tuning.adapter}" if tuning.adapter else "",
+        ]
+        return ", ".join(filter(None, parts))
     if tuning.method == "full":
         return "every weight"
     return ", ".join(
@@ -176,7 +187,7 @@ def check_head(module: LossModule) -> None:
         TaskError: they are not.
     """
     causal, head = module.causal, module.causal.get_output_embeddings()
-    ids = torch.arange(8, device=head.weight.device)[None] % causal.get_input_embeddings().num_embeddings
+    ids = torch.arange(8, device=head.weight.device)[None] % causal.get_input_embeddings().weight.shape[0]
     ends = torch.tensor([0, 8], dtype=torch.int32, device=ids.device)
     lengths: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": 8, "row_lengths": (8,)}
     arguments = {"input_ids": ids, "use_cache": False, **(lengths if module.layout == "packed" else {})}

@@ -15,7 +15,7 @@ from ekiben_tasks.data.sources import Mixture
 from ekiben_tasks.distributed import strategy
 from ekiben_tasks.distributed.options import DeepSpeed, OptimizerName
 from ekiben_tasks.models.attention_kernel import AttentionKernel, missing_package
-from ekiben_tasks.models.lora import Lora
+from ekiben_tasks.models.lora import Lora, check_lora
 from ekiben_tasks.task import errors
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import DryRun
@@ -75,6 +75,7 @@ class Settings:
         " another",
     )
     lora: Lora = dataclasses.field(default_factory=Lora)
+    adapter: str = option("", "folder of a LoRA adapter to go on from, whose configuration counts instead of lora")
     last_layer: Literal["auto"] | tuple[str, ...] = option(
         "auto", "modules or weights that method last-layer trains; auto: the last norm, and the head unless it is tied"
     )
@@ -156,7 +157,6 @@ def check(settings: Settings) -> None:
             ("max_length", settings.max_length),
             ("save_total_limit", settings.save_total_limit),
             ("batch_size", settings.batch_size),
-            ("lora.r", settings.lora.r),
             ("micro_batch", settings.micro_batch),
         ]
         if isinstance(value, int) and value < 1
@@ -197,8 +197,7 @@ def check(settings: Settings) -> None:
     problems += _optimizer_problems(settings)
     if not 0 <= settings.validation_split < 1:
         problems.append(f"setting validation_split: must be at least 0 and below 1, not {settings.validation_split}")
-    if not 0 <= settings.lora.dropout < 1:
-        problems.append(f"setting lora.dropout: must be at least 0 and below 1, not {settings.lora.dropout}")
+    problems += check_lora(settings.lora)
     if settings.bits < 16 and settings.method != "lora":
         problems.append(f"setting bits={settings.bits}: such weights cannot learn; take it with method=lora")
     if settings.parallel not in ("auto", *strategy.names()):
@@ -240,7 +239,8 @@ def list_unused(settings: Settings, parallel: str) -> list[str]:
         isinstance(item, dict) and "weight" in item for item in settings.data
     )
     groups = [
-        (settings.method != "lora", ("lora",), f"with method={settings.method}"),
+        (settings.method != "lora", ("lora", "adapter"), f"with method={settings.method}"),
+        (settings.method == "lora" and bool(settings.adapter), ("lora",), f"with adapter={settings.adapter}"),
         (settings.method != "last-layer", ("last_layer",), f"with method={settings.method}"),
         (parallel != "deepspeed", ("deepspeed",), f"with parallel={parallel}"),
         (settings.form.kind != "template", ("form.prompt", "form.response"), f"with form.kind={settings.form.kind}"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ekiben_tasks.data.sources import Source, check_locations, parse_sources
 from ekiben_tasks.distributed import strategy
 from ekiben_tasks.task import caches
+from ekiben_tasks.task.adapter_folder import find_config
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.hub import is_hub_model, locate_model
@@ -44,6 +45,8 @@ def train(
     options = options or TrainOptions()
     # What can be wrong is found before seconds of imports and minutes of downloads.
     check(settings)
+    if settings.method == "lora" and settings.adapter:
+        find_config(Path(settings.adapter))
     processes = count_processes(settings, options.dry)
     parallel = resolve_parallel(settings, processes)
     if reason := strategy.find(parallel).unavailable(getattr(settings, parallel, None)):

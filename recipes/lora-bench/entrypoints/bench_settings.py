@@ -35,6 +35,7 @@ _FIXED = {
     "mask_prompt": (True, "preprocess has made targets of the responses alone"),
     "validation_split": (Training().validation_split, "preprocess splits the rows; set its validation_split"),
     "long_examples": (Training().long_examples, "preprocess cuts them at its max_length"),
+    "adapter": ("", "a run starts from the base model"),
     "save_minutes": (Training().save_minutes, "a run that is interrupted starts again, so none saves by the clock"),
 }
 

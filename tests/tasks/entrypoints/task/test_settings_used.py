@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "long_examples": "cut",
     "mixture": "all_exhausted",
     "optimizer": "muon",
+    "adapter": "folder",
     "min_learning_rate": 1e-5,
     "gradient_checkpointing": True,
     "compile": True,
@@ -145,6 +146,8 @@ def test_training_reads_every_setting_or_names_it(
     [
         ({}, []),
         ({"method": "full", "lora": Lora(r=9)}, ["lora.r: not used with method=full"]),
+        ({"method": "full", "adapter": "a"}, ["adapter: not used with method=full"]),
+        ({"adapter": "a", "lora": Lora(r=9)}, ["lora.r: not used with adapter=a"]),
         ({"last_layer": ("ln_f",)}, ["last_layer: not used with method=lora"]),
         ({"form": DatasetFormat(chat="x.jinja")}, ["form.chat: not used with form.kind=instruction"]),
         (
@@ -205,7 +208,7 @@ def test_benchmark_passes_each_setting_on_or_refuses_it(
     monkeypatch.setattr(bench_runs.dolly, "read_record", lambda folder: {"model": train.model, "data": str(folder)})
     train = Settings(**{"data": "processed", name: value})
     settings = bench_settings.Settings(target_loss=None, train=train)
-    if name in ("form", "mask_prompt", "validation_split", "long_examples", "save_minutes"):
+    if name in ("form", "mask_prompt", "validation_split", "long_examples", "save_minutes", "adapter"):
         with pytest.raises(SettingError, match=rf"setting train\.{name}: "):
             bench_runs.run_once(settings, 1, tmp_path, config=None, dry=bench_runs.DryRun())
         return

@@ -20,55 +20,22 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
-from ekiben_tasks.data.sources import parse_sources
 from ekiben_tasks.task.errors import SettingError
-from ekiben_tasks.training.plan import Plan
-from ekiben_tasks.training.prepare import prepare_data
 from ekiben_tasks.training.settings import Settings, check
 from support.multiprocess import same_environment  # noqa: F401
+from support.plain_training import SMALL_RUN, STEPS, train_plainly
 from support.tiny_runs import base, fit, metrics, small, tokenizer  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
-STEPS = 4
-RUN: dict[str, Any] = {
-    "method": "full",
-    "validation_split": 0.8,
-    "batch_size": 64,
-    "epochs": STEPS,
-    "learning_rate": 1e-3,
-    "weight_decay": 0.1,
-    "warmup_steps": 2,
-    "max_length": 100,
-}
+RUN: dict[str, Any] = {**SMALL_RUN, "method": "full", "weight_decay": 0.1}
 
 
-def train_plainly(
-    settings: Settings, tokenizer: Any, make: Callable[[list[Any], list[Any], list[Any]], list[Any]]
-) -> Any:
-    """Return the model after the same steps by transformers and the optimizers that ``make`` returns.
-
-    make: gets the matrices in blocks, the embeddings and the head, and vectors.
-    """
-    data = prepare_data(settings, parse_sources(settings.data, settings.validation_split), tokenizer, 10_000, False)
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+def parts(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the matrices in blocks, the embeddings and the head, and vectors."""
     named = list(model.named_parameters())
     ends = [each for name, each in named if "embed" in name or "lm_head" in name]
     matrices = [each for _, each in named if each.ndim == 2 and not any(each is end for end in ends)]
-    optimizers = make(matrices, ends, [each for _, each in named if each.ndim == 1])
-    plan = Plan(settings, max_rows=1, max_tokens=1, checkpointed=0, compile=False)
-    for step in range(STEPS):
-        for example in data.train:
-            ids = torch.tensor(example.ids[None], dtype=torch.int64)
-            labels = torch.full_like(ids, -100)
-            labels[0, example.target_positions] = ids[0, example.target_positions]
-            (model(input_ids=ids, labels=labels, num_items_in_batch=data.num_target_tokens).loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = plan.rate(step, STEPS)
-            optimizer.step()
-        model.zero_grad()
-    return model
+    return matrices, ends, [each for _, each in named if each.ndim == 1]
 
 
 def adamw(matrices: list[Any], ends: list[Any], vectors: list[Any]) -> list[Any]:
@@ -102,13 +69,9 @@ def test_optimizers_train_as_in_a_plain_loop(
     settings = small(base, **RUN, optimizer=make.__name__, **betas)
     assert fit(settings, tmp_path / "run") == 0
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32).state_dict()
-    theirs, start = (
-        each.state_dict()
-        for each in (
-            train_plainly(settings, tokenizer, make),
-            AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-        )
-    )
+    start, model = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) for _ in range(2))
+    train_plainly(settings, tokenizer, model, make(*parts(model)))
+    theirs, start = model.state_dict(), start.state_dict()
     moved = max((theirs[name] - start[name]).abs().max().item() for name in theirs)
     assert moved > 1e-3
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < tolerance

@@ -290,10 +290,8 @@ def test_a_reloaded_adapter_gives_the_same_logits(base: Path, trained: Path, dev
     state = torch.load(next((trained / "checkpoints").glob("step-000012")) / "state.pt", weights_only=True)
     fresh = add_adapter(
         load.load_base(str(base), device, "sdpa"),
-        r=4,
-        alpha=16,
-        dropout=0.0,
-        target_modules=("query_key_value",),
+        Lora(dropout=0.0),
+        ("query_key_value",),
         seed=0,
     )
     start = 0
