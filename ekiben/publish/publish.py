@@ -36,7 +36,7 @@ from pathlib import Path, PurePosixPath
 from ekiben.builder.verify import verify
 from ekiben.core.checked import with_checksum
 from ekiben.core.errors import StoreError, UsageError, VerifyError
-from ekiben.core.files import digest_of
+from ekiben.core.files import digest_of, open_regular
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
@@ -53,7 +53,7 @@ from ekiben.run.modulefile import (
     rc_file,
 )
 from ekiben.signing.sif import sign_image
-from ekiben.store import Image, Store, check_sif, keep_sif, known_sif, note_sif, sif_sha256
+from ekiben.store import Image, Store, StoredLayer, check_sif, keep_sif, known_sif, note_sif, sif_sha256
 from ekiben.store.shared import IMAGES, SharedStore
 
 CURRENT = "current"
@@ -294,10 +294,11 @@ def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
 
 
 def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -> tuple[str, int]:
-    """Returns its SHA-256 in hex, and how many bytes came from outside the place: what it has, its own server may copy.
+    """Return its SHA-256 in hex, and the bytes of the layers that no SIF there had.
 
-    What is there is compared with its digest while it is copied, and left where it is damaged; what comes from the
-    store was compared when it was written, or is now. Raises StoreError.
+    What comes from the store was compared when it was written, or is now. Where the store is on another file system, a
+    layer that the folder has is copied there, by its server where that can, compared with its digest, and not used
+    where it is damaged. Raises StoreError.
     """
     image, store, shared = request.image, request.store, request.shared
     header, progress, signed = request.header, request.progress, signature.data if signature else b""
@@ -305,12 +306,13 @@ def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -
     for trusted in (True, False):
         partitions, bytes_copied, file_digest = [], 0, None if known else hashlib.sha256()
         for layer in image.layers:
-            if trusted and shared.layer(layer.cache_key) is not None:
+            is_published = trusted and shared.layer(layer.cache_key) is not None
+            bytes_copied += 0 if is_published else layer.size
+            if is_published and not is_on_file_system_of(shared.folder, store, layer):
                 partitions.append(shared.partition(layer))
             else:
                 store.check_blob(layer.digest)
                 partitions.append(store.partition(layer, is_checked=True))
-                bytes_copied += layer.size
         try:
             write_sif(sif, partitions, header, on_bytes=progress.count, file_hash=file_digest, signature=signature)
             break
@@ -323,6 +325,16 @@ def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -
             if not cause:  # it was not a prune that took it since it was found
                 progress.log(f"{error}; every layer is taken from {store.root}")
     return (keep_sif(store, header.id, file_digest, signed) if file_digest else str(known)), bytes_copied
+
+
+def is_on_file_system_of(folder: InnerPath, store: Store, layer: StoredLayer) -> bool:
+    """Return whether the store has the layer in a file of its user, on the file system of ``folder``."""
+    path = store.partition(layer).path
+    try:
+        with open_regular(path) as blob:
+            return isinstance(path, Path) and os.fstat(blob.fileno()).st_dev == folder.status().st_dev
+    except OSError:
+        return False
 
 
 def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: InnerPath, progress: Progress) -> None:

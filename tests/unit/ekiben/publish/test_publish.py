@@ -23,7 +23,7 @@ from ekiben.formats.sif import read_sif
 from ekiben.images import published as _records
 from ekiben.images.published import read_records, tags
 from ekiben.publish.prune import prune, published
-from ekiben.publish.publish import PublishOptions, publish
+from ekiben.publish.publish import PublishOptions, is_on_file_system_of, publish
 from ekiben.store import Store, StoredLayer, known_sif
 from ekiben.store.shared import SharedStore, open_shared
 from support.hostile import damage, flip
@@ -190,6 +190,25 @@ def test_missing_layer_is_published_again(lab: Lab) -> None:
     assert open_shared(lab.folder).layer(done.record.layers[1].cache_key)
 
 
+@pytest.fixture
+def other_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is not on the file system of the shared folder."""
+    monkeypatch.setattr("ekiben.publish.publish.is_on_file_system_of", lambda folder, store, layer: False)
+
+
+def test_layers_on_the_same_file_system_come_from_the_store(lab: Lab) -> None:
+    """It is this user's, and compared already: a damaged file of colleagues is not read."""
+    first = lab.put()
+    base = lab.image().layers[0]
+    assert is_on_file_system_of(InnerPath.below(lab.folder), lab.store, base)
+    assert not is_on_file_system_of(InnerPath.below(Path("/proc")), lab.store, base)
+    damage(first.sif, b"other bytes", open_shared(lab.folder).partition(base).offset)
+    second = lab.put_next()
+    assert second.bytes_copied == sum(layer.size for layer in second.record.layers[1:])
+    assert hashlib.sha256(second.sif.read_bytes()).hexdigest() == second.record.sha256
+
+
+@pytest.mark.usefixtures("other_file_system")
 def test_a_published_layer_that_is_damaged_is_not_copied(lab: Lab) -> None:
     """The next version copies what the folder has; where that has other bytes, from the publisher's store."""
     first = lab.put()
@@ -202,6 +221,7 @@ def test_a_published_layer_that_is_damaged_is_not_copied(lab: Lab) -> None:
         open_shared(lab.folder).check_blob(layer.digest, again=True)
 
 
+@pytest.mark.usefixtures("other_file_system")
 @pytest.mark.parametrize("when", ["before its part is found", "before it is opened", "before its layers are noted"])
 def test_version_pruned_while_another_one_copies_from_it(lab: Lab, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a prune that started before the publisher was registered: what it takes away comes from the publisher's
