@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 COPY = 1 << 20
 _AHEAD = 1 << 24  # bytes that the kernel reads ahead of the copy
-_MAX_UNHASHED = 1 << 28  # bytes
+# Bytes that may wait for the hash: an eighth of the memory, where they should still be when it comes to them.
+_MAX_UNHASHED = max(1 << 28, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

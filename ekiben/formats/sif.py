@@ -170,8 +170,9 @@ def new_sif(
     Of an InnerPath the path is that of ``out``: nothing opens the file by it.
 
     ``on_bytes`` is called with the number of bytes that each step copied. ``file_hash`` takes all bytes of the file, in
-    order, as they are read back while the rest is copied. ``signature`` is that of signed_message() with the same
-    arguments. Raises StoreError when a partition's bytes are not its digest's, and when ``out`` cannot be written.
+    order, as they are read back, and is complete when the block has ended. ``signature`` is that of signed_message()
+    with the same arguments. Raises StoreError when a partition's bytes are not its digest's, and when ``out`` cannot be
+    written.
     """
     most = DESCRIPTOR_COUNT - len(header.objects) - bool(signature)
     if not 0 < len(partitions) <= most:
@@ -196,7 +197,7 @@ def new_sif(
                 file.write(signature.data)
                 if all_of_it:
                     all_of_it.take(end, size)
-        yield Path(str(out) if isinstance(out, InnerPath) else file.name)
+            yield Path(str(out) if isinstance(out, InnerPath) else file.name)
 
 
 def signed_message(partitions: Sequence[Partition], header: SifHeader) -> bytes:

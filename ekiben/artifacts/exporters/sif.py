@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ekiben.artifacts.exporters import Artifact, ExportOptions
@@ -35,17 +35,17 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
     """Write the image's SIF at ``target``; what is there stays until the new one has passed ``options.check``."""
     with contextlib.ExitStack() as stack:
         with progress.step(f"write {target}", total=image.size):
-            artifact, path = stack.enter_context(making_sif(image, store, target, options, progress.count))
+            sif = stack.enter_context(making_sif(image, store, target, options, progress.count))
         if options.check:
             try:
-                options.check(image, replace(artifact, ref=str(path)))
+                options.check(image, replace(sif.artifact, ref=str(sif.path)))
             except VerifyError:
-                if artifact.created:
+                if sif.artifact.created:
                     progress.log(f"{target} {'is left as it was' if target.exists() else 'is not written'}")
                 raise
             except OSError as error:  # not the file's: new_sif() would take it for that
                 raise EngineError(f"the tests of {target} cannot be run: {error}") from error
-    return artifact
+    return sif.artifact
 
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
@@ -64,20 +64,29 @@ def make_sif(
 ) -> Artifact:
     """Write a SIF of the image's layers at ``out``: see making_sif()."""
     options = ExportOptions(squash=squash, with_sha256=with_sha256)
-    with making_sif(image, store, out, options, on_bytes) as (artifact, _):
-        return artifact
+    with making_sif(image, store, out, options, on_bytes) as sif:
+        pass
+    return sif.artifact
+
+
+@dataclass(slots=True)
+class NewSif:
+    """A SIF at ``path``, which becomes ``artifact``: its SHA-256 may be known only when it has its name."""
+
+    artifact: Artifact
+    path: Path
 
 
 @contextlib.contextmanager
 def making_sif(
     image: Image, store: Store, out: Path, options: ExportOptions, on_bytes: Callable[[int], None]
-) -> Iterator[tuple[Artifact, Path]]:
-    """Write a SIF of the image's layers, yield it with its path, and let it take the place of ``out`` when the block
-    ends without an exception. A file that is there and has the image stays.
+) -> Iterator[NewSif]:
+    """Write a SIF of the image's layers, yield it, and let it take the place of ``out`` when the block ends without an
+    exception. A file that is there and has the image stays.
 
-    The SHA-256, where ``options`` ask for it, is computed on the way and stored for publish, push and submit. It
-    depends on the layers alone, so one value holds for every SIF of them; but not for a squashed one, which is
-    compressed anew.
+    The SHA-256, where ``options`` ask for it, is computed while the file is written and the block runs, and stored for
+    publish, push and submit. It depends on the layers alone, so one value holds for every SIF of them; but not for a
+    squashed one, which is compressed anew.
     """
     squash, unchanged = options.squash, None
     header = image.squashed_header() if squash else image.sif_header(store)
@@ -86,7 +95,7 @@ def making_sif(
             known = known_sif(store, header.id)
             unchanged = Artifact("sif", str(out), out.stat().st_size, False, known)
     if unchanged:
-        yield unchanged, out
+        yield NewSif(unchanged, out)
         return
     if not out.parent.is_dir():
         raise StoreError(f"{out}: there is no folder {out.parent}")
@@ -101,10 +110,11 @@ def making_sif(
         file_hash = hashlib.sha256() if options.with_sha256 and not squash and not known else None
         digest = partitions[0].digest if squash else None
         with new_sif(out, partitions, header, on_bytes=on_bytes, file_hash=file_hash) as path:
-            if file_hash:
-                known = keep_sif(store, header.id, file_hash)
             note_sif(header, path, store, digest)
-            yield Artifact("sif", str(out), path.stat().st_size, True, known), path
+            yield (sif := NewSif(Artifact("sif", str(out), path.stat().st_size, True, known), path))
+        if file_hash:
+            known = keep_sif(store, header.id, file_hash)
+            sif.artifact = replace(sif.artifact, sha256=known)
         note_sif(header, out, store, digest, sha256=None if squash else known)
 
 
