@@ -6,8 +6,11 @@ A case's docstring is printed when it starts.
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from bench.clock import Command
 from bench.peers import TAG, ZSTD, to_sif
@@ -85,6 +88,37 @@ def sif(bench: Bench) -> None:
     (bench.scratch / "out" / "child.sif").unlink(missing_ok=True)
     count_for_edit_too(bench, "apptainer build zstd")
     made.unlink(missing_ok=True)
+
+
+def tested(bench: Bench) -> None:
+    """The entrypoint was edited: a new SIF and a new Docker image, tested as by default; the SIF also from the disk."""
+    make, in_docker = (
+        bench.make_tested("--format", "sif", "-o", str(bench.sif)),
+        bench.make_tested("--format", "docker"),
+    )
+    for command in (make, in_docker):
+        bench.run_untimed(command)
+    copy = bench.scratch / "out" / "copy.sif"
+    cp = Command(argv=["cp", str(bench.sif), str(copy)], cwd=bench.scratch)
+    bench.run_untimed(cp)
+    runs = max(5, bench.runs)
+    for case, empty in (("tested", lambda: None), ("tested-cold", drop_page_cache)):
+
+        def edit(empty: Callable[[], None] = empty) -> None:
+            bench.edit_entrypoint()
+            empty()
+
+        bench.record(case, "ekiben", [make], runs=runs, before=edit)
+        bench.record(case, "the recipe's test alone", [bench.recipe_test()], runs=runs, before=empty)
+        bench.record(case, "cp of the file", [cp], runs=runs, before=empty)
+    bench.record("tested", "ekiben, in Docker", [in_docker], runs=runs, before=bench.edit_entrypoint)
+    copy.unlink()
+
+
+def drop_page_cache() -> None:
+    """Let the next command read everything from the disk."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 def docker(bench: Bench) -> None:

@@ -11,6 +11,8 @@ from bench.clock import Timing
 TITLES = {
     "nothing": "nothing changed",
     "sif": "entrypoint edited → new SIF",
+    "tested": "entrypoint edited → new SIF, tested",
+    "tested-cold": "the same, read from the disk",
     "docker": "entrypoint edited → new Docker image",
     "middle": "middle layer edited → new Docker image",
     "second": "second recipe on the same layers → SIF",
@@ -115,7 +117,11 @@ class _Measured:
         return next((item for item in self.timings if (item.case, item.who) == (case, who)), None)
 
     def peers(self, case: str) -> list[Timing]:
-        return [item for item in self.timings if item.case == case and not item.who.startswith(("ekiben", "cp "))]
+        return [
+            item
+            for item in self.timings
+            if item.case == case and not item.who.startswith(("ekiben", "cp ", "the recipe"))
+        ]
 
 
 def goals(timings: Sequence[Timing], facts: Facts) -> list[Goal]:
@@ -123,6 +129,7 @@ def goals(timings: Sequence[Timing], facts: Facts) -> list[Goal]:
     all_goals = [
         _nothing(measured),
         *_sif(measured),
+        *_tested(measured),
         _docker(measured),
         _middle(measured, facts),
         _second(measured, facts),
@@ -171,6 +178,18 @@ def _sif(measured: _Measured) -> list[Goal]:
         compared.append(
             _against("sif", ours, copy, "close to copying the file (≤ 2 ×)", ours.median <= 2 * copy.median)
         )
+    return compared
+
+
+def _tested(measured: _Measured) -> list[Goal]:
+    compared: list[Goal] = []
+    for case in ("tested", "tested-cold"):
+        ours, copy = measured.get(case, "ekiben"), measured.get(case, "cp of the file")
+        test = measured.get(case, "the recipe's test alone")
+        if ours and copy and test:
+            most = test.median + 1.5 * copy.median
+            target = f"≤ the recipe's test ({format_seconds(test.median)}) + 1.5 × cp = {format_seconds(most)}"
+            compared.append(_against(case, ours, copy, target, ours.median <= most))
     return compared
 
 

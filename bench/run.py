@@ -33,6 +33,7 @@ CASES: dict[str, Callable[[Bench], None]] = {
     "scratch": cases.scratch,
     "nothing": cases.nothing,
     "sif": cases.sif,
+    "tested": cases.tested,
     "docker": cases.docker,
     "middle": cases.middle,
     "second": cases.second,

@@ -117,6 +117,15 @@ class Bench:
     def image(self, *arguments: str, name: str = NAME) -> Command:
         return self.ekiben("image", name, "--no-verify", "--json", *arguments)
 
+    def make_tested(self, *arguments: str) -> Command:
+        return self.ekiben("image", NAME, "--json", *arguments)
+
+    def recipe_test(self) -> Command:
+        """Return the command that runs the recipe's own test in the SIF, and none of its layers' tests."""
+        script = f"exec /opt/ekiben/tests/*-{NAME}.sh"
+        options = ["--quiet", "exec", "--cleanenv", "--contain", "--no-home", str(self.sif)]
+        return Command(argv=["apptainer", *options, "/bin/sh", "-c", script], cwd=self.scratch)
+
     def remove_built(self) -> None:
         """Remove what was built: a few large files, so this does not slow what comes after as an unpacked image
         would.
