@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import pytest
 
 from ekiben.core.errors import VerifyError
-from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, need
+from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user, need
 
 pytestmark = pytest.mark.covers("ekiben/builder", "ekiben/executors", "ekiben/artifacts")
 
@@ -22,12 +25,32 @@ PROGRAMS = {"sif": "apptainer", "docker": "docker", "podman": "podman"}
 KINDS = [("sif", ME), ("sif", USER), ("docker", ME), ("podman", ME), ("podman", USER)]
 
 
-@pytest.mark.parametrize(("kind", "user"), KINDS)
-def test_tests_of_layers_are_not_repeated(
-    kind: str, user: str, recipe_folder: RecipeFolder, new_store: NewStore, workspace: Workspace
-) -> None:
+@dataclass
+class Output:
+    """A kind of image, who builds it, and the ids of the images that were built."""
+
+    kind: str
+    cli: Cli
+    images: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(params=KINDS, ids=lambda param: "-".join(param))
+def output(request: pytest.FixtureRequest, workspace: Workspace) -> Iterator[Output]:
+    """An output whose images are removed from their engine."""
+    kind, user = request.param
     need(PROGRAMS[kind])
-    store, out, cli = new_store(user, "base"), workspace.folder("out", user), Cli(workspace, user)
+    output = Output(kind, Cli(workspace, user))
+    yield output
+    for image in output.images if kind != "sif" else ():
+        argv = [kind, "rmi", "--force", image.removeprefix("sha256:")]
+        subprocess.run(argv, cwd="/", env=output.cli.settings(), capture_output=True, check=False, **as_user(user))
+
+
+def test_tests_of_layers_are_not_repeated(
+    output: Output, recipe_folder: RecipeFolder, new_store: NewStore, workspace: Workspace
+) -> None:
+    kind, cli, images = output.kind, output.cli, output.images
+    store, out = new_store(cli.user, "base"), workspace.folder("out", cli.user)
     recipe_folder.layer("made", "base", "touch /opt/made", TEST)
     marker = recipe_folder.path / "configs/marker.txt"
     settings = {
@@ -41,7 +64,7 @@ def test_tests_of_layers_are_not_repeated(
     }
     marker.parent.mkdir()
     (recipe_folder.path / "recipe.yaml").write_text(json.dumps(settings))
-    images, reused = [], []
+    reused = []
     for text in ("first\n", "second\n"):
         marker.write_text(text)
         result = cli.image(store, recipe_folder.path, "--format", kind, cwd=out)
