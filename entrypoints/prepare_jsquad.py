@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ekiben_tasks.data.sources import InvalidExample, format_invalid, is_hub
-from ekiben_tasks.task import caches, command, input_files
+from ekiben_tasks.data.squad import context_body, read_squad
+from ekiben_tasks.task import caches, command
 from ekiben_tasks.task import files as files_module
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
@@ -27,8 +28,6 @@ from ekiben_tasks.task.settings import option
 
 Items = Iterator[tuple[str, tuple[Any, ...]]]  # (where, (title, context, question, answer, its offset))
 SPLITS = {"train": "jsquad-train", "valid": "jsquad-valid", "dev": "jsquad-valid", "test": "jsquad-test"}
-_SEPARATOR = "[SEP]"
-_FORMAT = 'wanted is {"data": [{"title", "paragraphs": [{"context", "qas": [{"question", "answers": [...]}]}]}]}'
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,14 @@ def list_splits(location: str) -> dict[str, Items]:
         return {f"jsquad-{name}": items for name, items in _read_hub(location).items()}
     path = Path(location).expanduser()
     if path.is_file():
-        return {path.stem: _read_squad(path)}
+        return {path.stem: _read_file(path)}
     parts: dict[str, Items] = {}
     for start, name in SPLITS.items():
         files = sorted(path.glob(f"{start}*.json"))
         if len(files) > 1:
             raise TaskError(f"{path}: holds {', '.join(file.name for file in files)}; name the one file")
         if files:
-            parts[name] = _read_squad(files[0])
+            parts[name] = _read_file(files[0])
     if not parts:
         raise TaskError(f"{path}: holds no train*.json or valid*.json (JGLUE keeps them in datasets/jsquad-v1.3)")
     return parts
@@ -126,7 +125,7 @@ def _make_row(item: tuple[Any, ...]) -> dict[str, Any] | str:
             return f"{name} is {'missing' if value is None else 'empty or no text'}"
     if not isinstance(text, str) or not text:
         return "has no answer"
-    body = context.rpartition(_SEPARATOR)[2].lstrip()
+    body = context_body(context)
     offset = start - (len(context) - len(body)) if isinstance(start, int) else -1
     if offset < 0 or body[offset : offset + len(text)] != text:
         offset = body.find(text)
@@ -135,28 +134,10 @@ def _make_row(item: tuple[Any, ...]) -> dict[str, Any] | str:
     return {"title": title, "context": body, "question": question, "answer": {"text": text, "answer_start": offset}}
 
 
-def _read_squad(file: Path) -> Items:
-    """Yield the questions of a file. Raises TaskError for another format."""
-    try:
-        articles = input_files.read_json(file, _FORMAT, max_size=input_files.MAX_JSON)["data"]
-        for number, article in enumerate(articles, 1):
-            for paragraph in article["paragraphs"]:
-                for question in paragraph["qas"]:
-                    answers = question.get("answers") or [{}]
-                    where = f"{file} article {number} question {question.get('id', '?')}"
-                    first = answers[0]
-                    yield (
-                        where,
-                        (
-                            article.get("title"),
-                            paragraph.get("context"),
-                            question.get("question"),
-                            first.get("text"),
-                            first.get("answer_start"),
-                        ),
-                    )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise TaskError(f"{file}: is not in SQuAD's format ({type(error).__name__}: {error}); {_FORMAT}") from None
+def _read_file(file: Path) -> Items:
+    for where, title, context, question, answers in read_squad(file):
+        first = answers[0] if answers else {}
+        yield where, (title, context, question, first.get("text"), first.get("answer_start"))
 
 
 def _read_hub(name: str) -> dict[str, Items]:

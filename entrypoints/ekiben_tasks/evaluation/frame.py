@@ -113,9 +113,14 @@ def claim(settings: EvaluationSettings, *, overwrite: bool) -> Iterator[Path]:
     """
     output = Path(settings.output)
     with claim_output(output):
-        if os.environ.get("RANK", "0") == "0":
+        if is_main_process():
             _begin(output, _fingerprint(settings), overwrite=overwrite)
         yield output
+
+
+def is_main_process() -> bool:
+    """Return whether this is the first process of the run, which writes. Works before the processes have met, too."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def finish(output: Path) -> None:

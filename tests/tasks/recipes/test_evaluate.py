@@ -24,7 +24,9 @@ from lm_eval.tasks import TaskManager
 
 import harness_run
 import harness_settings
-from ekiben_tasks.evaluation import frame
+from ekiben_tasks.data.sources import Source
+from ekiben_tasks.evaluation import frame, perplexity
+from ekiben_tasks.evaluation.settings import PerplexitySettings
 from ekiben_tasks.models import load, tiny
 from ekiben_tasks.models.device import choose_device
 from ekiben_tasks.task import settings as options
@@ -55,15 +57,8 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path, output: Path, **changes: Any) -> Settings:
-    return replace(
-        Settings(),
-        model=str(model),
-        output=str(output),
-        tasks=NAMES,
-        device="cpu",
-        batch_size=4,
-        **changes,
-    )
+    values = {"tasks": NAMES, "device": "cpu", "batch_size": 4, **changes}
+    return replace(Settings(), model=str(model), output=str(output), **values)
 
 
 def scores_of(output: Path) -> dict[str, Any]:
@@ -106,6 +101,26 @@ def test_scores_are_those_of_lm_eval(
         samples = (tmp_path / name / "samples-capitals.jsonl").read_text(encoding="utf-8").splitlines()
         assert len(samples) == 10
     assert scores["model"] != scores["adapter"]
+
+
+def test_perplexity_is_that_of_lm_eval(model: Path, tmp_path: Path) -> None:
+    items = [json.loads(line) for line in (TASKS / "capitals.jsonl").read_text(encoding="utf-8").splitlines()]
+    text = "".join(item["question"] for item in items)  # of more tokens than the model reads at once
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"question": question}) + "\n" for question in (text * 30, text)), encoding="utf-8"
+    )
+    shutil.copy(TASKS / "capitals_text.yaml", tmp_path)
+    task = tmp_path / "capitals_text.yaml"
+    content = task.read_text(encoding="utf-8").replace("capitals.jsonl", "data.jsonl")
+    # A number of so many digits that lm-eval's own has no room for it.
+    task.write_text(content.replace("  - metric: word_perplexity\n", ""), encoding="utf-8")
+    harness_run.evaluate(settings(model, tmp_path / "a", tasks=("capitals_text",)), tmp_path)
+    measured = PerplexitySettings(model=str(model), column="question", device="cpu", output=str(tmp_path / "b"))
+    perplexity.evaluate(measured, [Source(str(tmp_path / "data.jsonl"))])
+    theirs, ours = scores_of(tmp_path / "a")["capitals_text"], scores_of(tmp_path / "b")["texts"]
+    assert ours["tokens"] > 1024
+    for metric in ("bits_per_byte", "byte_perplexity"):
+        assert ours[metric] == pytest.approx(theirs[f"{metric},none"], rel=1e-5)
 
 
 def test_interrupted_run_continues(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

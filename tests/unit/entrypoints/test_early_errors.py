@@ -76,6 +76,24 @@ CASES: dict[str, tuple[Path, list[tuple[list[str], str]]]] = {
         ],
     ),
     "prepare_jsquad.py": (FINETUNE, [([*BAD_KEY[0], "x"], BAD_KEY[1]), (["nope.json"], "nope.json: no such file")]),
+    "jsquad.py": (
+        EVALUATE,
+        [
+            BAD_KEY,
+            (["--data", "nope.json", "--dry-run"], "nope.json: no such file"),
+            (["--model", "./nope"], NO_MODEL),
+            (["--set", "form.kind=chat"], "setting form.kind: questions on a text are no conversations"),
+        ],
+    ),
+    "perplexity.py": (
+        EVALUATE,
+        [
+            BAD_KEY,
+            (["--data", "nope.jsonl"], "nope.jsonl: no such file"),
+            (["--adapter", "empty"], NO_ADAPTER),
+            (["--set", "max_length=-1"], "setting max_length: must be at least 0"),
+        ],
+    ),
     "harness.py": (
         EVALUATE,
         [

@@ -22,9 +22,8 @@ import bench_runs
 import chat as chat_task
 import dolly
 import prepare_data
-import prepare_jsquad
 import texts
-from ekiben_tasks.data import sources, tokenize
+from ekiben_tasks.data import sources, squad, tokenize
 from ekiben_tasks.data.schema import DatasetFormat
 from ekiben_tasks.generation.resumable_jsonl import ResumableJsonlWriter
 from ekiben_tasks.generation.settings import ChatSettings
@@ -99,7 +98,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "benchmark": ("processed.json", lambda file: dolly.read_record(file.parent)),
     "reference": ("reference/result.json", lambda file: bench_runs.read_target(file.parents[1], "model", "data")),
     "results": ("run-1/result.json", lambda file: bench_runs.summarise(file.parents[1], 1)),
-    "squad": ("squad.json", lambda file: list(prepare_jsquad._read_squad(file))),
+    "squad": ("squad.json", lambda file: list(squad.read_squad(file))),
     "examples": ("rows.json", lambda file: read_examples(file)),
 }
 
