@@ -59,20 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = list_splits(args.source)
     output = files_module.ensure_output_dir(Path(args.output or settings.output))
     for name, items in parts.items():
-        rows, bad = read_questions(items)
+        questions, bad = read_questions(items)
         if bad and not args.skip_invalid:
             raise TaskError(format_invalid(bad))
-        if not rows:
+        if not questions:
             raise TaskError(f"{args.source}: holds no question" + (f"; {format_invalid(bad)}" if bad else ""))
         file = output / f"{name}.jsonl"
         staged = file.with_name(f".{file.name}.staged-{os.getpid()}")
         try:
-            staged.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            staged.write_text(
+                "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in questions), encoding="utf-8"
+            )
             staged.replace(file)
         finally:
             staged.unlink(missing_ok=True)
-        articles = len({row["title"] for row in rows})
-        print(f"{file}: {len(rows):,} questions on {articles:,} articles, {len(bad)} invalid left out", flush=True)
+        articles = len({each["title"] for each in questions})
+        print(f"{file}: {len(questions):,} questions on {articles:,} articles, {len(bad)} invalid left out", flush=True)
     return 0
 
 

@@ -53,8 +53,9 @@ def pytest_folder(sif: Path, workspace: Workspace) -> Path:
         r"^(?:megatron-core|mlperf-logging|hjson|msgpack|nvidia-ml-py|py-cpuinfo|deepspeed)==\S+", layers, re.MULTILINE
     )
     assert len(exact) == 11
-    locked = (ROOT / "recipes/evaluate/images/evaluate-packages.lock").read_text()
-    exact += re.findall(r"^[a-z0-9._-]+==[^\s\\]+", locked, re.MULTILINE)
+    for name in ("align", "evaluate"):
+        locked = (ROOT / f"recipes/{name}/images/{name}-packages.lock").read_text()
+        exact += re.findall(r"^[a-z0-9._-]+==[^\s\\]+", locked, re.MULTILINE)
     folder = workspace.folder("pytest", USER)
     # DeepSpeed comes as a source: it is put together with what the image has.
     settings = f"UV_SYSTEM_CERTS=1,SSL_CERT_FILE={CA_BUNDLE},DS_BUILD_OPS=0,DS_ACCELERATOR=cuda"

@@ -170,6 +170,21 @@ def read_prompts(
     return good, result.bad, result.versions
 
 
+def list_items(source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield (where it is, item) of each item of a source, for data that are no examples of a form.
+
+    Raises:
+        TaskError: the source cannot be read.
+    """
+    selection, _, notes = _open_source(source, INSTRUCTION)
+    if notes and not source.split:
+        raise TaskError(
+            f"{source.location}: its files are of several splits; name one:"
+            f" --set 'data={{source: {source.location}, split: train}}'"
+        )
+    return _list_items(source, selection)
+
+
 def locate_examples(sources: Sequence[Source], form: DatasetFormat) -> dict[str, str]:
     """Return where each example of ``sources`` is, by its content as identify() returns it: for messages.
 

@@ -20,8 +20,8 @@ sys.argv = sys.argv[1:]
 sys.path[:0] = PATHS
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-FINETUNE, BENCH, GPT, EVALUATE = (
-    ROOT / "recipes" / name for name in ("finetune", "lora-bench", "pretrain-gpt", "evaluate")
+FINETUNE, BENCH, GPT, EVALUATE, ALIGN = (
+    ROOT / "recipes" / name for name in ("finetune", "lora-bench", "pretrain-gpt", "evaluate", "align")
 )
 BAD_KEY = (["--config", "bad.yaml"], "bad.yaml: no setting 'nonsense'")
 NO_MODEL = "/nope: no such folder"
@@ -76,6 +76,25 @@ CASES: dict[str, tuple[Path, list[tuple[list[str], str]]]] = {
         ],
     ),
     "prepare_jsquad.py": (FINETUNE, [([*BAD_KEY[0], "x"], BAD_KEY[1]), (["nope.json"], "nope.json: no such file")]),
+    "dpo.py": (
+        ALIGN,
+        [
+            BAD_KEY,
+            (["--model", "./nope"], NO_MODEL),
+            (["--data", "nope.jsonl"], "nope.jsonl: no such file"),
+            (["--set", "beta=x"], "setting beta: must be"),
+            (["--set", "micro_batch=0"], "setting micro_batch: must be at least 1"),
+        ],
+    ),
+    "grpo.py": (
+        ALIGN,
+        [
+            (["--model", "empty"], "holds no config.json"),
+            (["--set", "rewards=[./nope]"], NO_MODEL),
+            (["--set", "rewards=[nope.py:f]"], "nope.py: no such file"),
+            (["--set", "num_generations=1"], "setting num_generations: must be at least 2"),
+        ],
+    ),
     "jsquad.py": (
         EVALUATE,
         [
