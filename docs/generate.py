@@ -181,6 +181,7 @@ MEANINGS = {
         "shared": "Folder that colleagues publish to: layers there are not built again",
         "registry": "Repository of layers, asked after that",
         "recipes": "Folders of recipes that are found by name; relative to this file",
+        "sync": "`build`, `run`, `shell`, `exec` and `submit` lock and build what is missing, as with `--sync`",
         "require_signature": (
             "Full fingerprints of PGP keys: an image is run only if one of them has signed it. Where both files have "
             "it, only keys in both count"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ekiben.core.checked import MAX_JSON
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import DefinitionError, EkibenError
+from ekiben.core.errors import OR_SYNC, DefinitionError, EkibenError
 from ekiben.core.files import open_regular
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.formats.layer import File
@@ -109,7 +109,7 @@ def _unknown(image: str, reason: str, files: tuple[str, ...] = (), fix: str | No
 
 def _wrong_recipe(image: str, error: EkibenError, files: tuple[str, ...] = ()) -> RecipeState:
     """Return the state of an image whose recipe cannot be built as it is now: it was edited since, most likely."""
-    return _unknown(image, "; ".join(str(error).splitlines()), files, error.hint or "mend that")
+    return _unknown(image, "; ".join(str(error).splitlines()), files, (error.hint or "mend that").removesuffix(OR_SYNC))
 
 
 def _resolve(recipe: Recipe, stack: str | None, metadata: ImageMetadata) -> ResolvedRecipe:

@@ -98,6 +98,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" Known: {', '.join(names)}." if names else ""
 
 
+OR_SYNC = ", or --sync with build, run and submit"  # the end of its hint
+
+
+class NotLockedError(DefinitionError):
+    """A lock file is missing or out of date: `lock` mends it, and --sync does so by itself."""
+
+
 class CorruptBlob(StoreError):
     """A blob's bytes are not those of its digest."""
 

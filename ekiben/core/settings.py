@@ -72,6 +72,7 @@ class Config:
     shared: str | None = None
     registry: str | None = None
     recipes: tuple[str, ...] = ()
+    sync: bool | None = None
     jobs: JobDefaults = field(default_factory=JobDefaults)
     require_signature: tuple[str, ...] | None = field(default=None, metadata={IF_NULL: _EMPTY_POLICY})
 
@@ -88,7 +89,8 @@ class Config:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """``store`` and ``shared`` are absolute; ``registry`` is a reference of a repository of layers; ``recipes``
-    are absolute folders whose recipes are known by name; ``jobs`` are the user's defaults and the site's;
+    are absolute folders whose recipes are known by name; ``sync``: locks are brought up to date;
+    ``jobs`` are the user's defaults and the site's;
     ``require_signature`` is the policy that satisfies both files, None where neither has one.
 
     ``sources``: setting → where its value comes from, for messages; ``job_sources`` says it of each of ``jobs``.
@@ -98,6 +100,7 @@ class Settings:
     shared: Path | None = None
     registry: str | None = None
     recipes: tuple[Path, ...] = ()
+    sync: bool = False
     jobs: tuple[JobDefaults, ...] = ()
     require_signature: SignaturePolicy | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -149,10 +152,13 @@ def read_settings(environment: Mapping[str, str], *, store: Path | None = None, 
     if (named := environment.get("EKIBEN_RECIPES")) is not None:
         base, folders, sources["recipes"] = Path.cwd(), tuple(filter(None, named.split(":"))), "EKIBEN_RECIPES"
     shared_dir = values["shared"]
+    synced = [(config.sync, _file_source(path)) for path, config in configs if config.sync is not None]
+    sync, sources["sync"] = next(iter(synced), (False, _UNSET))
     return Settings(
         store=store_root(environment, store),
         shared=expand_home(Path(shared_dir), f"shared folder ({sources['shared']})").absolute() if shared_dir else None,
         registry=values["registry"] or None,
+        sync=sync,
         jobs=tuple(config.jobs for _, config in configs),
         require_signature=SignaturePolicy.of_all(
             SignaturePolicy(frozenset(map(full_fingerprint, config.require_signature)), (str(path),))

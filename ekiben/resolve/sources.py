@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ekiben.core.command_name import command_name
-from ekiben.core.errors import DefinitionError
+from ekiben.core.errors import NotLockedError
 from ekiben.core.paths import BUILD_MOUNT, PROJECT_ROOT
 from ekiben.formats.layer import File
 from ekiben.resolve.copies import file_inputs
@@ -20,6 +19,7 @@ from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_tree import read_tree
 from ekiben.spec.sources import Source, read_sources, sources_file
 from ekiben.spec.stack import Stack
+from ekiben.spec.sums import lock_hint
 
 WHEELS = f"/{BUILD_MOUNT}/wheels"  # where a layer's %post finds the wheels: it installs them, and does not keep them
 SOURCE = f"/{BUILD_MOUNT}/source"  # where a stage finds its source, and in build/ what its build needs
@@ -29,7 +29,7 @@ _SCRIPT = "/opt/ekiben/build_source.py"
 def locked_sources(files: Sequence[File], recipe: Recipe) -> list[Source]:
     """Return the sources that packages of these lock files are built from.
 
-    Raises DefinitionError for a folder that has other files than those that were locked.
+    Raises NotLockedError for a folder that has other files than those that were locked.
     """
     locks = [file.source for file in files if file.source and file.source.suffix == ".lock"]
     paths = [path for path in map(sources_file, locks) if path.exists()]
@@ -41,13 +41,13 @@ def locked_sources(files: Sequence[File], recipe: Recipe) -> list[Source]:
 
 
 def _check_folder(source: Source, recipe: Recipe) -> None:
-    """Raise DefinitionError when a package's folder has other files than those that were locked."""
+    """Raise NotLockedError when a package's folder has other files than those that were locked."""
     folder = recipe.sources.check(recipe.folder / source.folder, f"the package {source.name}")
     if not folder.is_dir() or read_tree(folder).digest() != source.sha256:
-        raise DefinitionError(
+        raise NotLockedError(
             f"{folder}: the package {source.name} {'was changed' if folder.is_dir() else 'is not there'}, and is"
             " not locked again",
-            hint=f"{command_name()} lock {shlex.quote(str(recipe.folder))} --keep",
+            hint=lock_hint(recipe.folder),
         )
 
 

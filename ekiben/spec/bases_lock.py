@@ -18,7 +18,7 @@ from typing import Any
 
 from ekiben.core.checked import Fields, is_digest, parse_json
 from ekiben.core.command_name import command_name
-from ekiben.core.errors import DefinitionError
+from ekiben.core.errors import OR_SYNC, DefinitionError, NotLockedError
 from ekiben.core.files import read_source
 from ekiben.spec.definition import Definition, Stage, load_agent
 from ekiben.spec.source_folders import SourceFolders
@@ -138,9 +138,10 @@ def _unlocked(
             f"{where} is locked for {', '.join(sorted(digests))}, and not for {stack.platform}",
             hint=f"where the image is published for it, too: {command_name()} lock {name} --arch {stack.arch}",
         )
-    return DefinitionError(
+    more = "" if path.parent == stack.folder else OR_SYNC
+    return NotLockedError(
         f"{where} is not locked: no digest of it is in {path}, and a tag can move",
-        hint=f"{command_name()} lock {name}",
+        hint=f"{command_name()} lock {name}{more}",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ekiben.core.checked import read_regular
 from ekiben.core.command_name import command_name
-from ekiben.core.errors import DefinitionError
+from ekiben.core.errors import OR_SYNC, DefinitionError, NotLockedError
 from ekiben.core.files import digest_of, read_source
 from ekiben.spec.source_folders import SourceFolders
 
@@ -31,14 +31,16 @@ def check_sums(folder: Path, *, hint: str) -> None:
     """Compare the files that SHA256SUMS names with it; a folder without one passes.
 
     Raises:
-        DefinitionError: a file is missing or has other bytes.
+        NotLockedError: a file is missing, or was changed after it was locked.
+        DefinitionError: a lock file was edited by hand.
     """
-    problems = []
+    problems, is_damaged = [], False
     for line in read_source(folder / SUMS, default="").splitlines():
         expected, _, name = line.partition("  ")
         path = folder / name
         if name.startswith("/") or ".." in name.split("/"):
             problems.append(f"{folder / SUMS}: {name!r:.200} is no path below {folder}")
+            is_damaged = True
             continue
         try:
             actual = hashlib.sha256(read_regular(path, follow=True)).hexdigest()
@@ -46,11 +48,18 @@ def check_sums(folder: Path, *, hint: str) -> None:
             problems.append(f"{path}: was locked, and is gone")
             continue
         if actual != expected:
+            is_damaged = is_damaged or path.suffix == ".lock"
             problems.append(
                 f"{path}: {'was edited by hand' if path.suffix == '.lock' else 'was changed and not locked again'}"
             )
     if problems:
-        raise DefinitionError("\n".join(problems), hint=hint)
+        kind = DefinitionError if is_damaged else NotLockedError
+        raise kind("\n".join(problems), hint=hint)
+
+
+def lock_hint(folder: Path) -> str:
+    """Return what brings the locks of a recipe up to date."""
+    return f"{command_name()} lock {shlex.quote(str(folder))} --keep{OR_SYNC}"
 
 
 def check_recipe_locks(sources: SourceFolders, layer: str) -> None:
@@ -65,12 +74,12 @@ def check_recipe_locks(sources: SourceFolders, layer: str) -> None:
         sources.check(folder / name)
     definition, lock = folder / "images" / f"{layer}.def", folder / "images" / f"{layer}.lock"
     requirements = next((folder / name for name in REQUIREMENTS if (folder / name).is_file()), None)
-    hint = f"{command_name()} lock {shlex.quote(str(folder))}"
+    hint = lock_hint(folder)
     if (
         requirements
         and not lock.exists()
         and definition.is_file()
         and lock.name in read_source(definition, errors="replace")
     ):
-        raise DefinitionError(f"{requirements}: is not locked: there is no {lock}", hint=hint)
+        raise NotLockedError(f"{requirements}: is not locked: there is no {lock}", hint=hint)
     check_sums(folder, hint=hint)

@@ -265,3 +265,34 @@ def test_compiled_extension_of_a_folder_is_built_where_a_layer_below_has_a_compi
         for at, store in enumerate(stores)
     ]
     assert images[0]["layers"] == images[1]["layers"]
+
+
+def test_sync_locks_and_builds_what_is_missing(
+    workspace: Workspace, new_store: NewStore, index: Index, cli: Cli
+) -> None:
+    folder = workspace.folder("source")
+    recipe = recipe_with(folder, "plain==1.0\n", "true")
+    text = (recipe / "recipe.yaml").read_text().replace("tasks: {}", "tasks:\n  t: {entrypoint: t.py, help: x}")
+    (recipe / "recipe.yaml").write_text(text)
+    (recipe / "entrypoints/t.py").write_text("import plain; print('plain', plain.VERSION)\n")
+    env = {"UV_DEFAULT_INDEX": index.url(index.login), "PIP_FIND_LINKS": None, "XDG_CONFIG_HOME": str(folder)}
+    store = new_store(cli.user, "base", "python")
+
+    def run(*args: str, code: int = 0) -> str:
+        done = cli.run("--store", store, *args, env=env, code=code, cwd=folder)
+        return done.stdout + done.stderr
+
+    assert "or --sync with build, run and submit" in run("build", "./mine", code=3)
+    assert "plain 1.0" in run("run", "--sync", "--runtime", "apptainer", "--cpu", "./mine", "t")
+    index.add_wheel("plain", "2.0")
+    (recipe / "requirements.txt").write_text("plain\n")
+    assert "was changed and not locked again" in run("run", "--build", "--cpu", "./mine", "t", code=3)
+    assert "is not in the lock" not in run("build", "--sync", "--format", "sif", "./mine")
+    assert "plain==1.0" in (recipe / "images/mine-packages.lock").read_text()  # it still fits
+    (recipe / "requirements.txt").write_text("plain==2.0\n")
+    (folder / "ekiben").mkdir()
+    (folder / "ekiben/config.yaml").write_text("sync: true\n")
+    assert "plain 2.0" in run("run", "--runtime", "apptainer", "--cpu", "./mine", "t")
+    lock = recipe / "images/mine-packages.lock"
+    lock.write_text(lock.read_text() + "# edited\n")
+    assert "was edited by hand" in run("run", "--cpu", "./mine", "t", code=3)

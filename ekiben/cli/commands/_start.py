@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from ekiben.cli.commands._node import LOGIN_HOST
+from ekiben.cli.commands._sync import resolve_synced, sync_option, wants_sync
 from ekiben.cli.context import Context
 from ekiben.cli.named import find_named
 from ekiben.cli.options import (
@@ -55,6 +56,7 @@ class StartOptions:
     copy_local: bool
     live: bool
     build: bool
+    sync: bool
     force: bool
     dry_run: bool
 
@@ -107,6 +109,7 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
         "--live", is_flag=True, help="Use the recipe's scripts as they are here, not the image's; run.json records it."
     ),
     click.option("--build", is_flag=True, help="Build what was edited since the image was built first, and test it."),
+    sync_option("The same, and lock first where a lock file is missing or out of date."),
     click.option("--force", is_flag=True, help="Run it even where doctor says that it will fail."),
     click.option("--dry-run", is_flag=True, help="Print the command, run nothing."),
 )
@@ -144,10 +147,12 @@ def build_or_compare(context: Context, image: NamedImage, start: StartOptions, *
 
     Raises UsageError where there is nothing to build, EngineError where nothing here runs the image.
     """
-    if start.build:
-        refuse_ignored("runs nothing, and --build builds an image; leave one of them out", "dry_run")
-        refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
-        build_image(context, RecipeOptions(start.stack), buildable(image), export_format(start))
+    rebuild = Rebuild(start.build, start.sync)
+    rebuild.refuse_ignored("runs")
+    is_configured = image.recipe is not None and start.sif is None and not start.dry_run
+    if rebuild.is_asked or (is_configured and wants_sync(context, False)):
+        recipe = buildable(image, rebuild)
+        build_image(context, RecipeOptions(start.stack), recipe, export_format(start), sync=start.sync)
     elif image.recipe and start.sif is None and is_on_node:
         if image.sif.is_file():
             if not start.force:
@@ -157,20 +162,47 @@ def build_or_compare(context: Context, image: NamedImage, start: StartOptions, *
         warn_of_edits(context, image, _choose_target(image, start), stack=start.stack, live=start.live)
 
 
-def buildable(image: NamedImage) -> Recipe:
-    """Return the recipe of an image. Raises UsageError where it has none here, and --build has nothing to build."""
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """What is done first: ``build`` what was edited, and ``sync`` the locks, too."""
+
+    build: bool
+    sync: bool
+
+    @property
+    def is_asked(self) -> bool:
+        """Return whether an option asks for it."""
+        return self.build or self.sync
+
+    @property
+    def option(self) -> str:
+        """Return the option, for messages."""
+        return "--sync" if self.sync else "--build"
+
+    def refuse_ignored(self, verb: str) -> None:
+        """Raise UsageError for options that do not go with it: ``verb`` is what --dry-run does not do."""
+        if self.is_asked:
+            refuse_ignored(f"{verb} nothing, and {self.option} builds an image; leave one of them out", "dry_run")
+            refuse_ignored(f"names the file to run, and {self.option} writes another; leave one of them out", "sif")
+
+
+def buildable(image: NamedImage, rebuild: Rebuild) -> Recipe:
+    """Return the recipe of an image. Raises UsageError where it has none here, and there is nothing to build."""
     if image.recipe is None:
-        raise image.refuse_option("--build")
+        raise image.refuse_option(rebuild.option)
     return image.recipe
 
 
-def build_image(context: Context, options: RecipeOptions, recipe: Recipe, kind: str, *, verify: bool = True) -> None:
+def build_image(
+    context: Context, options: RecipeOptions, recipe: Recipe, kind: str, *, verify: bool = True, sync: bool = False
+) -> None:
     """Build the image where a layer is missing, and write its file or load it where that is not the present one."""
     from ekiben.artifacts.make import BuildRequest
     from ekiben.cli.commands.build import ImageRequest, build_recipe
 
     request = ImageRequest(make=BuildRequest(formats=[kind], verify=verify))
-    result = build_recipe(context, options, options.resolve(recipe), request)
+    resolved = resolve_synced(context, options, recipe, sync=sync)
+    result = build_recipe(context, options, resolved, request)
     for line in result.to_lines():
         if not line.startswith("run "):  # of the recipe's tasks
             context.log(line)

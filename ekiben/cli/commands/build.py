@@ -9,6 +9,7 @@ Examples:
   ekiben build hello --format sif -o /tmp/hello.sif
   ekiben build ../my-recipes/chatbot --engine apptainer
   ekiben build mine --gpu-arch 9.0
+  ekiben build mine --sync                               lock first what was edited
   ekiben build ./Dockerfile --build-arg VERSION=2        an image named after its folder
   ekiben build hello --offline --bundle hello.bundle     where there is no network
 """
@@ -31,6 +32,7 @@ from ekiben.artifacts.make import BuildRequest, make_image
 from ekiben.builder.plan import Action, BuildContext, Options, plan
 from ekiben.builder.verify import Check
 from ekiben.builder.wheels import format_savings
+from ekiben.cli.commands._sync import resolve_synced, sync_option
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
@@ -65,6 +67,7 @@ class ImageRequest:
     offline: bool = False
     bundle: Path | None = None
     debug: bool = False
+    sync: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +149,7 @@ class ImageResult:
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the file here (default: ./RECIPE.sif).")
 @click.option("--squash", is_flag=True, help="Make a SIF of one partition, for tools that read only the first.")
 @click.option("--locked", is_flag=True, help="Refuse packages that are not available exactly as locked.")
+@sync_option("Lock first where a lock file is missing or out of date; locked versions stay.")
 @click.option("--offline", is_flag=True, help="Use no network: what is not stored comes from --bundle.")
 @click.option("--bundle", type=PathType(), metavar="FILE", help="Build from this bundle. Implies --offline.")
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the finished image.")
@@ -164,6 +168,7 @@ def command(
     no_verify: bool,
     engine: str,
     locked: bool,
+    sync: bool,
     offline: bool,
     bundle: Path | None,
     debug: bool,
@@ -177,6 +182,8 @@ def command(
         raise UsageError("--build-arg mirror: --bundle has the packages; leave one of them out")
     if debug and not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise UsageError("--debug opens a shell on a terminal, and this command has none; leave --debug out")
+    if sync and (offline or bundle):
+        raise UsageError("--sync asks an index, and --offline and --bundle do without; leave one of them out")
     request = ImageRequest(
         make=BuildRequest(formats=formats, output=output, squash=squash, verify=not no_verify),
         engine=engine,
@@ -184,12 +191,12 @@ def command(
         offline=offline or bundle is not None,
         bundle=bundle,
         debug=debug,
+        sync=sync,
     )
     # A mistake in the last recipe is reported before the first one is built.
     with contextlib.ExitStack() as folders:
         all_resolved = [
-            folders.enter_context(_resolved(context, recipe, recipe_options, offline=request.offline))
-            for recipe in recipes
+            folders.enter_context(_resolved(context, recipe, recipe_options, request)) for recipe in recipes
         ]
         results = [
             _without_folder(recipe, build_recipe(context, recipe_options, resolved, request))
@@ -204,19 +211,22 @@ def command(
 
 @contextlib.contextmanager
 def _resolved(
-    context: Context, recipe: str, recipe_options: RecipeOptions, *, offline: bool
+    context: Context, recipe: str, recipe_options: RecipeOptions, request: ImageRequest
 ) -> Iterator[ResolvedRecipe]:
     """Resolve a recipe, or a Dockerfile, which is converted for the time of the build."""
     from ekiben.project.dockerfile import Conversion, dockerfile_of, temporary_recipe
 
     if (dockerfile := dockerfile_of(recipe)) is None:
-        yield recipe_options.resolve(recipe)
+        if request.offline:
+            yield recipe_options.resolve(recipe)
+        else:
+            yield resolve_synced(context, recipe_options, recipe, sync=request.sync, engine=request.engine)
         return
     options = replace(recipe_options, arguments={})  # the conversion takes them
     conversion = Conversion(
         dockerfile=dockerfile, arguments=recipe_options.arguments, arch=recipe_options.arch or host_arch()
     )
-    with temporary_recipe(conversion, context.progress.log, offline=offline) as folder:
+    with temporary_recipe(conversion, context.progress.log, offline=request.offline) as folder:
         yield options.resolve(str(folder))
 
 

@@ -105,6 +105,7 @@ def command(
             image.recipe,
             kind,
             verify=not no_verify,
+            sync=start.sync,
         )
     elif image.recipe and kind == "sif" and not image.sif.is_file():
         raise UsageError(f"--dry-run: {image.sif} is not built yet, and would be first", hint="--no-start builds it")

@@ -27,7 +27,8 @@ import click
 from click.core import ParameterSource
 
 from ekiben.cli.commands._jobs import new_runs_option, request_with_defaults, scheduler_of
-from ekiben.cli.commands._start import build_image, buildable, warn_of_edits
+from ekiben.cli.commands._start import Rebuild, build_image, buildable, warn_of_edits
+from ekiben.cli.commands._sync import sync_option, wants_sync
 from ekiben.cli.context import Context
 from ekiben.cli.named import find_named
 from ekiben.cli.options import (
@@ -217,6 +218,7 @@ class WrittenRun:
     "--force", is_flag=True, help="Submit without these checks: compute nodes, image, the task's own --dry-run."
 )
 @click.option("--build", is_flag=True, help="Build what was edited since the image was built first, and test it.")
+@sync_option("The same, and lock first where a lock file is missing or out of date.")
 @click.option("--wait", is_flag=True, help="Stay until the run is over; the exit code is 1 when a job failed.")
 @click.option("--dry-run", is_flag=True, help="Print the job scripts, submit nothing.")
 @click.option(
@@ -245,6 +247,7 @@ def command(
     seeds: str | None,
     again: str | None,
     build: bool,
+    sync: bool,
     force: bool,
     wait: bool,
     dry_run: bool,
@@ -281,7 +284,8 @@ def command(
             hint=f"{command_name()} submit IMAGE TASK ARGS…, or --again RUN",
         )
     options = ImageOptions(included=included, sif=sif)
-    named = _image_of(context, image, options, build=build, live=resource_options["live"], force=force)
+    rebuild = Rebuild(build, sync)
+    named = _image_of(context, image, options, rebuild, live=resource_options["live"], force=force)
     profile = find_site(site) if site else None
     request = JobRequest(
         time_seconds=seconds_of(walltime) if walltime else None,
@@ -298,16 +302,20 @@ def command(
 
 
 def _image_of(
-    context: Context, reference: str, options: ImageOptions, *, build: bool, live: bool, force: bool
+    context: Context, reference: str, options: ImageOptions, rebuild: Rebuild, *, live: bool, force: bool
 ) -> NamedImage:
     """Find the image to submit; build it first, or say what was edited since it was built."""
     image = find_named(context, reference, options)
-    if build:
-        refuse_ignored("submits nothing, and --build builds an image; leave one of them out", "dry_run")
-        refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
-        build_image(context, RecipeOptions(included=options.included), buildable(image), "sif")
+    rebuild.refuse_ignored("submits")
+    is_configured = (
+        image.recipe is not None and options.sif is None and not click.get_current_context().params["dry_run"]
+    )
+    is_built = rebuild.is_asked or (is_configured and wants_sync(context, False))
+    if is_built:
+        recipe = buildable(image, rebuild)
+        build_image(context, RecipeOptions(included=options.included), recipe, "sif", sync=rebuild.sync)
     image = _checked(image, force=force)
-    if not build and image.sif.is_file() and options.sif is None:
+    if not is_built and image.sif.is_file() and options.sif is None:
         warn_of_edits(context, image, Target("", str(image.sif)), live=live)
     return _with_sha256(context, image)
 

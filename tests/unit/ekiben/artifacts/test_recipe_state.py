@@ -81,7 +81,9 @@ EDITS: dict[str, tuple[Edit, RecipeState]] = {
             sample.write("SHA256SUMS", f"{'0' * 64}  requirements.txt\n"),
         ),
         RecipeState(
-            "unknown", reason="requirements.txt: was changed and not locked again", fix=f"{command_name()} lock FOLDER"
+            "unknown",
+            reason="requirements.txt: was changed and not locked again",
+            fix=f"{command_name()} lock FOLDER --keep",
         ),
     ),
 }

@@ -119,7 +119,7 @@ def test_an_edit_that_cannot_be_built_is_a_warning(
         shown = run_cli(*at_store, *argv, env=env).stderr
         assert "pilot.sif was built before an edit of entrypoints/greet.py; not all of it was compared with " in shown
         assert f"{recipe}/requirements.txt: was changed and not locked again. To make it anew, " in shown
-        assert f"lock {recipe}, then " in shown
+        assert f"lock {recipe} --keep, then " in shown
         assert f"build {recipe}\n" in shown
 
 
