@@ -38,6 +38,11 @@ class PackedBatch:
     cu_seqlens: torch.Tensor  # [examples + 1], int32: 0, then where each example ends
     seq_lens: tuple[int, ...]
     layout: Layout = "packed"
+    asks: bool = False  # for the likeliest tokens in place of the loss of the labels
+
+    def ask(self) -> PackedBatch:
+        """Return the batch as a question for the tokens at its labels' places."""
+        return dataclasses.replace(self, asks=True)
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch with its tensors on ``device``."""

@@ -32,7 +32,8 @@ def load_loss_module(request: ModelRequest, shards_in: DistributedContext | None
 
 
 def prepare(loss_module: LossModule, request: ModelRequest) -> None:
-    """Checkpoint and compile the blocks of ``loss_module`` as ``request`` says."""
+    """Add noise to the embeddings of ``loss_module``, checkpoint and compile its blocks as ``request`` says."""
+    loss_module.add_noise(request.tuning.neftune_noise_alpha)
     if request.checkpointed_blocks:
         loss_module.checkpoint_activations(request.checkpointed_blocks)
     if request.compile:

@@ -92,6 +92,7 @@ class PartitionedStrategy:
                 f"{type(causal).__name__}: its head is more than a product, or adapted, which was not tried with"
                 " DeepSpeed's stage 3; take parallel=fsdp, or deepspeed.stage=2"
             )
+        self.loss_module.add_noise(request.tuning.neftune_noise_alpha)
         if request.checkpointed_blocks:
             self.loss_module.checkpoint_activations(request.checkpointed_blocks)
         self.world = world

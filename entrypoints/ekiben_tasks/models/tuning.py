@@ -33,6 +33,10 @@ class TuningMethod(Protocol):
         """Return the adapter's settings, which method ``lora`` uses."""
 
     @property
+    def neftune_noise_alpha(self) -> float:
+        """Return the size of the noise on the embeddings; 0: none."""
+
+    @property
     def adapter(self) -> str:
         """Return the folder of an adapter to go on from, or nothing."""
 
@@ -59,6 +63,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         # Not where the head is a plain product, which is faster. In a tuple: its modules are the model's own.
         self.tails = () if proof.has_plain_head and is_plain(self.causal) else (Tail(self.causal),)
         self.chunk_loss: losses.ChunkLoss = losses.softmax_loss
+        self.noise_alpha, self.noise = 0.0, None
 
     @property
     def causal(self) -> Any:
@@ -71,13 +76,35 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         return self.causal.get_submodule(self.body_path)
 
     def forward(self, batch: packing.PackedBatch) -> torch.Tensor:
-        """Return the summed loss of the target tokens of ``batch``, a scalar in fp32."""
+        """Return the summed loss of the target tokens of ``batch``, a scalar in fp32; the likeliest if it asks."""
+        self.noise = self._noise_size(batch) if self.noise_alpha and self.training else None
         hidden = attention.forward(self.body, batch, self.dtype, self.attention_kernel)
         hidden = hidden.index_select(0, batch.target_positions)
+        if batch.asks:
+            weight = self.causal.get_output_embeddings().weight
+            return (self.tails[0](hidden) if self.tails else hidden @ weight.T).argmax(-1)
         if self.tails:
             return losses.tail_loss(hidden, self.tails[0], batch.labels)
         # Looked up here: a sharded head is complete only while its model runs.
         return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, batch.labels, self.chunk_loss)
+
+    def add_noise(self, alpha: float) -> None:
+        """Add noise to the embeddings in training (Jain et al. 2023, arXiv:2310.05914); each row has its own length."""
+        self.noise_alpha = alpha
+
+        def disturb(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            if self.noise is None:
+                return output
+            return output + torch.zeros_like(output).uniform_(-1, 1) * self.noise.to(output.dtype)
+
+        if alpha:
+            self.causal.get_input_embeddings().register_forward_hook(disturb)
+
+    def _noise_size(self, batch: packing.PackedBatch) -> torch.Tensor:
+        """Return the largest noise of each token, ``[1, tokens, 1]``, or of each row, ``[rows, 1, 1]``."""
+        lengths = torch.tensor(batch.seq_lens, device=batch.ids.device)
+        sizes = self.noise_alpha / (lengths * self.causal.get_input_embeddings().weight.shape[1]).sqrt()
+        return sizes.repeat_interleave(lengths)[None, :, None] if batch.layout == "packed" else sizes[:, None, None]
 
     def compile_blocks(self, backend: Any = "inductor") -> None:
         """Compile each block in place.

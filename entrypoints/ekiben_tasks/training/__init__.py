@@ -9,6 +9,7 @@ __all__ = [
     "progress",
     "run",
     "run_summary",
+    "samples",
     "settings",
     "smoke",
     "token_cache",

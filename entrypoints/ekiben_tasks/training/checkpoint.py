@@ -68,6 +68,19 @@ class Checkpoints:
             TaskError: it cannot be written; earlier checkpoints stay.
         """
         save(self.folder, step, {**state, "fingerprint": self.fingerprint}, strategy.save, self.world, keep=self.keep)
+        self._save_adapter(strategy)
+
+    def load_best(self, step: int, strategy: ParallelStrategy) -> None:
+        """Restore the weights of the checkpoint of this step, and write the adapter, where there is one, with them.
+
+        Raises:
+            TaskError: it cannot be read, or the adapter cannot be written.
+        """
+        path = self.folder / f"step-{step:06d}"
+        strategy.load(path, load(path))
+        self._save_adapter(strategy)
+
+    def _save_adapter(self, strategy: ParallelStrategy) -> None:
         if hasattr(strategy.loss_module.model, "peft_config"):
             weights = strategy.weights()
             if self.world.is_main_process:
@@ -138,6 +151,8 @@ def save(
             shutil.rmtree(final)
         staged.rename(final)
         for old in _all(folder)[:-keep]:
+            if old.name == f"step-{state.get('kept_step', 0):06d}":
+                continue  # the best one so far
             shutil.rmtree(old, ignore_errors=True)
     world.barrier()
     return final

@@ -16,9 +16,11 @@ from ekiben_tasks.distributed.strategy import ParallelStrategy
 from ekiben_tasks.models.description import find_blocks
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.run_metadata import Metrics
 from ekiben_tasks.training.batches import Batches
 from ekiben_tasks.training.checkpoint import Checkpoints
 from ekiben_tasks.training.progress import Progress, is_due
+from ekiben_tasks.training.samples import Samples
 
 
 class TrainerCallback:
@@ -65,6 +67,7 @@ class Run:
         self.strategy, self.batches, self.progress, self.checkpoints = strategy, batches, progress, checkpoints
         self.device, self.stop = device, stop
         self.callback, self.heartbeat = TrainerCallback(), Heartbeat(0)
+        self.samples: Samples | None = None
         self.loss_module, self.plan, self.world = strategy.loss_module, batches.plan, batches.world
         self.settings, self.steps, self.checkpointed = self.plan.settings, progress.steps, self.plan.checkpointed
         self.saved = self.reported = 0.0  # when, by this process's clock
@@ -116,11 +119,14 @@ class Run:
                 self.reported = time.monotonic()
             if evaluates:
                 reached = self._evaluate()
+                saves = saves or (self.settings.load_best_model_at_end and progress.best_step == self.step)
             if saves or reached:
                 self._save()
                 self.saved = time.monotonic()
             if saves or evaluates:
                 progress.meter.lap()
+        if self.settings.load_best_model_at_end and progress.best_step not in (0, self.step):
+            self.checkpoints.load_best(progress.best_step, self.strategy)
         return None
 
     @property
@@ -289,7 +295,7 @@ class Run:
         return self.stop.exit_code
 
     def _evaluate(self) -> bool:
-        """Evaluate, and return whether the callback ends training here."""
+        """Evaluate, and return whether training ends here: by the callback, or by early stopping."""
         test = self.batches.test
         if not test:
             return False
@@ -302,7 +308,25 @@ class Run:
                 self.heartbeat.beat(Phase.EVALUATE, self.step, micro_batch=index)
                 loss = self.strategy.loss(self.batches.collate(rows))
                 total += loss if rows else 0.0
+        if self.samples and (self.strategy.collective or self.world.is_main_process):
+            self._answer(self.samples)
         self.loss_module.train()
         self.world.all_reduce(total)
         self.progress.add_test(total.item() / sum(row.num_target_tokens for row in test))
-        return bool(self.world.broadcast(self.callback.on_evaluate(self)))
+        ends_early = self.progress.evals_since_best >= self.settings.early_stopping_patience > 0
+        if ends_early and self.world.is_main_process:
+            since = f"since step {self.progress.best_step}"
+            print(
+                f"stopped     {self.progress.evals_since_best} evaluations have had no lower loss {since}", flush=True
+            )
+        return bool(self.world.broadcast(self.callback.on_evaluate(self))) or ends_early
+
+    def _answer(self, samples: Samples) -> None:
+        """Print and record answers to a few rows. The model is in evaluation."""
+        answers = samples.answer(self.strategy, self.batches.collate)
+        if self.progress.metrics and answers:
+            Metrics(self.progress.output / "samples.jsonl", self.step - 1).add(
+                [{"step": self.step, **answer} for answer in answers]
+            )
+            for each in answers:
+                print(f"sample      {each['prompt'][-60:]!r} -> {each['answer']!r}", flush=True)

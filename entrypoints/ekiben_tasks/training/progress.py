@@ -169,6 +169,7 @@ class Progress(RunState):
         self.plan, self.costs, self.output = plan, costs, output
         self.steps_per_epoch = plan.steps_per_epoch(rows)
         self.lengths = add_length([], 0, steps=self.steps)
+        self.best_step, self.best_eval_loss, self.evals_since_best = 0, math.inf, 0  # step 0: none was evaluated
         self.skips_overflow = device.dtype == torch.float16
         self.metrics: Metrics | None = None  # of the first process
         self._pending: list[_Pending] = []
@@ -196,6 +197,9 @@ class Progress(RunState):
     def add_test(self, loss: float) -> None:
         """Record and print an evaluation loss, in nats per target token."""
         self.last_eval_loss = loss
+        self.evals_since_best += 1
+        if loss < self.best_eval_loss:
+            self.best_step, self.best_eval_loss, self.evals_since_best = self.step, loss, 0
         if self.metrics:
             self.metrics.add([{"step": self.step, "eval_loss": loss}])
             self.print_evaluation()
@@ -245,9 +249,16 @@ class Progress(RunState):
         """Print one line in the main process: steps, losses, speed, time left."""
         self.print_line(self.plan.rate(self.step - 1, self.steps), epoch=self.step / self.steps_per_epoch)
 
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: plain values."""
+        kept = self.best_step if self.plan.settings.load_best_model_at_end else 0
+        best = [self.best_step, self.best_eval_loss, self.evals_since_best]
+        return {**super().state(), "best": best, "kept_step": kept}
+
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the ``state`` of a checkpoint."""
         super().restore(state)
+        self.best_step, self.best_eval_loss, self.evals_since_best = state.get("best", [0, math.inf, 0])
         former = state.get("lengths") or [{"from_step": 0, "steps": state.get("steps", self.steps)}]
         self.lengths = add_length(former, self.step, steps=self.steps)
 

@@ -35,6 +35,7 @@ from ekiben_tasks.training.plan import make_plan, memory_choices
 from ekiben_tasks.training.prepare import Prepared, check_tokens, prepare_data
 from ekiben_tasks.training.progress import Progress, peak_memory
 from ekiben_tasks.training.run_summary import Outcome, RunSummary
+from ekiben_tasks.training.samples import Samples
 from ekiben_tasks.training.settings import Settings, TrainOptions, fingerprint
 
 
@@ -95,6 +96,7 @@ def run(job: Job) -> int:
     checksum = run_metadata.start_checksum(job.path, job.output / "run.json") if checksums else ModelChecksum(None)
     progress = Progress(summary.plan, world, summary.device, costs, job.output, summary.data.count)
     training = _prepare_training(job, summary, strategy, progress, stop)
+    training.samples = Samples(summary.data, tokenizer, job.settings.sample_answers)
     in_use = kernels_in_use(summary.kernels.setting, summary.device.torch_device)
     with peak_memory(summary.device) as peak, in_use:
         exit_code = training.fit(job.callback, heartbeat)
@@ -147,6 +149,9 @@ def _decide(
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
     context = load.longest_context(meta.config)
     data = _prepare_data(job, tokenizer, context, meta.get_input_embeddings().weight.shape[0], world, device)
+    needing = ("early_stopping_patience", "load_best_model_at_end", "sample_answers")
+    if not data.test and (named := [name for name in needing if getattr(settings, name)]):
+        raise TaskError(f"setting {', '.join(named)}: there are no rows for evaluation; set validation_split")
     if settings.packing:
         data = dataclasses.replace(
             data, sequences=fill_sequences([len(example.ids) for example in data.train], data.limit)

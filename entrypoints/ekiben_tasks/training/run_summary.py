@@ -229,6 +229,8 @@ def result(summary: RunSummary, run: loop.Run, outcome: Outcome) -> dict[str, An
             "lengths": run.progress.lengths,
         },
         **run.progress.measurements(),
+        "best_step": run.progress.best_step or None,
+        "best_eval_loss": run.progress.best_eval_loss if run.progress.best_step else None,
         "expected_memory_bytes": summary.expected_bytes,
         "peak_memory_bytes": outcome.peak_memory,
     }

@@ -31,6 +31,9 @@ _FREE = {
     "micro_batch",
     "gradient_checkpointing",
     "eval_every",
+    "early_stopping_patience",
+    "load_best_model_at_end",
+    "sample_answers",
     "save_minutes",
     "save_steps",
     "save_total_limit",
@@ -98,8 +101,20 @@ class Settings:
     adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients")
     adam_beta2: float = option(0.999, "AdamW's decay of the mean of their squares")
     weight_decay: float = option(0.0, "the optimizer's weight decay; norms and biases have none")
+    neftune_noise_alpha: float = option(
+        0.0, "noise of alpha / sqrt(tokens x width) on each row's embeddings (NEFTune, arXiv:2310.05914); 0: none"
+    )
     max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this; 0: no clipping")
     eval_every: int = option(500, "steps between evaluations; the last step has one")
+    early_stopping_patience: int = option(
+        0, "the run ends after so many evaluations without a lower loss than before; 0: it does not"
+    )
+    load_best_model_at_end: bool = option(
+        False, "the result is that of the evaluation with the lowest loss, whose checkpoint is kept"
+    )
+    sample_answers: int = option(
+        0, "rows for evaluation that are answered, greedily, after each evaluation: printed, and in samples.jsonl"
+    )
     save_minutes: float = option(15, "minutes between checkpoints; there is one after every epoch and on SIGTERM")
     save_steps: int = option(0, "steps between checkpoints, besides those; 0: none")
     save_total_limit: int = option(2, "checkpoints that are kept, the newest ones")
@@ -144,6 +159,21 @@ class TrainOptions:
     temporary: bool = False
 
 
+_FROM_ONE = ("max_length", "save_total_limit", "batch_size", "micro_batch")
+_FROM_ZERO = (
+    "warmup_steps",
+    "decay_steps",
+    "weight_decay",
+    "eval_every",
+    "early_stopping_patience",
+    "sample_answers",
+    "neftune_noise_alpha",
+    "save_minutes",
+    "log_seconds",
+)
+_SHARES = ("validation_split", "adam_beta1", "adam_beta2")
+
+
 def check(settings: Settings) -> None:
     """Check the settings.
 
@@ -151,69 +181,51 @@ def check(settings: Settings) -> None:
         SettingError: some are wrong; the message has all problems.
     """
     check_format(settings.form)
-    problems = [
-        f"setting {name}: must be at least 1, not {value}"
-        for name, value in [
-            ("max_length", settings.max_length),
-            ("save_total_limit", settings.save_total_limit),
-            ("batch_size", settings.batch_size),
-            ("micro_batch", settings.micro_batch),
-        ]
-        if isinstance(value, int) and value < 1
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    tests = [
+        *((name, "at least 1", not isinstance(values[name], int) or values[name] >= 1) for name in _FROM_ONE),
+        *((name, "at least 0", 0 <= values[name] < math.inf) for name in _FROM_ZERO),
+        *((name, "at least 0 and below 1", 0 <= values[name] < 1) for name in _SHARES),
+        ("learning_rate", "above 0", 0 < settings.learning_rate < math.inf),
+        (
+            "min_learning_rate",
+            "from 0 to learning_rate",
+            0 <= settings.min_learning_rate <= settings.learning_rate,
+        ),
+        ("max_grad_norm", "at least 0 (0: no clipping)", 0 <= settings.max_grad_norm < math.inf),
+        ("epochs", "above 0", 0 < settings.epochs < math.inf),
+        ("hang_minutes", "at least 0 (0: an hour)", 0 <= settings.hang_minutes < math.inf),
+        ("save_steps", "at least 0 (0: none)", settings.save_steps >= 0),
+        (
+            "max_steps",
+            "at least 1, or -1 (to the end of the epochs)",
+            settings.max_steps == -1 or settings.max_steps >= 1,
+        ),
     ]
-    if not settings.learning_rate > 0 or not math.isfinite(settings.learning_rate):
-        problems.append(f"setting learning_rate: must be above 0, not {settings.learning_rate}")
-    if not 0 <= settings.max_grad_norm < math.inf:
-        problems.append(f"setting max_grad_norm: must be at least 0 (0: no clipping), not {settings.max_grad_norm}")
-    if not 0 < settings.epochs < math.inf:
-        problems.append(f"setting epochs: must be above 0, not {settings.epochs}")
-    if not 0 <= settings.hang_minutes < math.inf:
-        problems.append(f"setting hang_minutes: must be at least 0 (0: an hour), not {settings.hang_minutes}")
-    if settings.save_steps < 0:
-        problems.append(f"setting save_steps: must be at least 0 (0: none), not {settings.save_steps}")
-    if settings.max_steps != -1 and settings.max_steps < 1:
-        problems.append(
-            f"setting max_steps: must be at least 1, or -1 (to the end of the epochs), not {settings.max_steps}"
-        )
-    problems += [
-        f"setting {name}: must be at least 0, not {value}"
-        for name, value in [
-            ("warmup_steps", settings.warmup_steps),
-            ("decay_steps", settings.decay_steps),
-            ("weight_decay", settings.weight_decay),
-            ("eval_every", settings.eval_every),
-            ("save_minutes", settings.save_minutes),
-            ("log_seconds", settings.log_seconds),
-        ]
-        if not 0 <= value < math.inf
-    ]
-    problems += [
-        f"setting {name}: must be at least 0 and below 1, not {value}"
-        for name, value in [("adam_beta1", settings.adam_beta1), ("adam_beta2", settings.adam_beta2)]
-        if not 0 <= value < 1
-    ]
-    if not 0 <= settings.min_learning_rate <= settings.learning_rate:
-        problems.append(f"setting min_learning_rate: must be from 0 to learning_rate, not {settings.min_learning_rate}")
-    problems += _optimizer_problems(settings)
-    if not 0 <= settings.validation_split < 1:
-        problems.append(f"setting validation_split: must be at least 0 and below 1, not {settings.validation_split}")
-    problems += check_lora(settings.lora)
+    problems = [f"setting {name}: must be {rule}, not {values[name]}" for name, rule, is_right in tests if not is_right]
+    problems += [*check_lora(settings.lora), *_optimizer_problems(settings), *_strategy_problems(settings)]
+    if (settings.early_stopping_patience or settings.load_best_model_at_end) and not settings.eval_every:
+        problems.append("setting eval_every=0: early_stopping_patience and load_best_model_at_end need evaluations")
     if settings.bits < 16 and settings.method != "lora":
         problems.append(f"setting bits={settings.bits}: such weights cannot learn; take it with method=lora")
-    if settings.parallel not in ("auto", *strategy.names()):
-        known = ", ".join(["auto", *strategy.names()])
-        problems.append(f"setting parallel: must be one of {known}, not {json.dumps(settings.parallel)}")
-    elif settings.bits < 16 and settings.parallel != "auto" and not strategy.find(settings.parallel).TAKES_QUANTIZED:
-        problems.append(
-            f"setting bits={settings.bits}: not together with parallel={settings.parallel}; "
-            "take parallel=ddp, where each GPU holds the small weights whole, or bits=16"
-        )
     if reason := missing_package(settings.attention):
         problems.append(reason)
-    if settings.deepspeed.offload == "all" and settings.deepspeed.stage == 2:
-        problems.append("setting deepspeed.offload=all: weights are shared only with --set deepspeed.stage=3")
     if problems:
         raise errors.SettingError("\n".join(problems))
+
+
+def _strategy_problems(settings: Settings) -> list[str]:
+    if settings.parallel not in ("auto", *strategy.names()):
+        known = ", ".join(["auto", *strategy.names()])
+        return [f"setting parallel: must be one of {known}, not {json.dumps(settings.parallel)}"]
+    if settings.bits < 16 and settings.parallel != "auto" and not strategy.find(settings.parallel).TAKES_QUANTIZED:
+        return [
+            f"setting bits={settings.bits}: not together with parallel={settings.parallel}; "
+            "take parallel=ddp, where each GPU holds the small weights whole, or bits=16"
+        ]
+    if settings.deepspeed.offload == "all" and settings.deepspeed.stage == 2:
+        return ["setting deepspeed.offload=all: weights are shared only with --set deepspeed.stage=3"]
+    return []
 
 
 def _optimizer_problems(settings: Settings) -> list[str]:
