@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import torch
 from safetensors import SafetensorError
+from transformers.pytorch_utils import Conv1D
 
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.load import load_base, load_tokenizer
@@ -51,15 +52,7 @@ def add_adapter(model: Any, lora: Lora, target_modules: Sequence[str], seed: int
         # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except (ValueError, NotImplementedError) as error:
-        if "not found" not in str(error):
-            raise TaskError(f"setting lora: {str(error).splitlines()[0]}") from error
-        linear_names = {
-            name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-        }
-        has = ", ".join(sorted(linear_names))
-        raise TaskError(
-            f"setting lora.target_modules: no layer is called {', '.join(target_modules)}; this model has {has}"
-        ) from error
+        raise TaskError(f"setting lora: {str(error).splitlines()[0]}") from error
 
 
 def _check_lora(model: Any, lora: Lora) -> None:
@@ -70,6 +63,11 @@ def _check_lora(model: Any, lora: Lora) -> None:
         for key in keys if isinstance(keys, dict) else ():
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):
                 raise TaskError(f"setting lora.{setting}: no layer is called {key}.{nearest(key, known)}")
+    for key in lora.target_modules if isinstance(lora.target_modules, tuple) else ():
+        if not any(name == key or name.endswith(f".{key}") for name in names):
+            linear = (name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear | Conv1D))
+            has = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
+            raise TaskError(f"setting lora.target_modules: no layer is called {key}; this model has {has}")
     for key in lora.modules_to_save:
         if not any(name == key or name.endswith(f".{key}") for name in names):
             raise TaskError(f"setting lora.modules_to_save: no module is called {key}.{nearest(key, known)}")

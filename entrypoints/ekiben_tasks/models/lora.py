@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ekiben_tasks.task.settings import option
 
@@ -36,10 +37,17 @@ def check_lora(lora: Lora) -> list[str]:
         problems.append(f"setting lora.dropout: must be at least 0 and below 1, not {lora.dropout}")
     for name, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         items = pattern.items() if isinstance(pattern, dict) else [] if pattern is None else [("", 0)]
-        if not all(isinstance(key, str) and type(value) is int and value > 0 for key, value in items):
+        if not all(_is_pattern(key) and type(value) is int and value > 0 for key, value in items):
             problems.append(
                 f"setting lora.{name}: must be names with whole numbers above 0, as {{q_proj: 8}}, not {pattern}"
             )
     if any(index < 0 for index in lora.trainable_token_indices):
         problems.append("setting lora.trainable_token_indices: must be numbers of tokens, from 0")
     return problems
+
+
+def _is_pattern(key: Any) -> bool:
+    try:
+        return bool(isinstance(key, str) and re.compile(key))
+    except re.error:
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,43 @@ def test_compiled_blocks_with_adapters_have_one_graph_and_the_same_gradients() -
     torch.testing.assert_close(learn(), expected)
     assert len(graphs) == 2  # of all blocks, and of the loss
     assert sum("built-in function pad" in str(node.target) for node in graphs[0].graph.nodes) == 2
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        Lora(r=3, use_dora=True),
+        Lora(r=3, use_rslora=True, rank_pattern={"query_key_value": 5}, alpha_pattern={"query_key_value": 3}),
+        Lora(modules_to_save=("embed_in", "lm_head"), target_modules=("dense",)),
+        Lora(target_modules=("embed_in", "lm_head"), use_dora=True),
+        Lora(trainable_token_indices=(5, 7, 290)),
+    ],
+)
+def test_compiled_blocks_with_other_adapters_have_the_same_gradients(lora: Lora) -> None:
+    import transformers
+
+    attention.register()
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 300}
+    config = transformers.GPTNeoXConfig(num_hidden_layers=2, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.ATTENTION)
+    model = apply_tuning_method(model, train.Settings(method="lora", lora=replace(lora, dropout=0.0)))
+    trained = [part for part in model.parameters() if part.requires_grad]
+    for part in trained:
+        torch.nn.init.normal_(part, std=0.1)
+    loss_module = LossModule(model, torch.float32)
+    pack = packing.pack([Example(np.arange(64) % 300, ((5, 64),))] * 3)
+
+    def learn() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = loss_module(pack)
+        loss.backward()
+        return [loss.detach(), *(part.grad.clone() for part in trained)]
+
+    expected = learn()
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    torch._dynamo.reset()
+    loss_module.compile_blocks(backend="eager")
+    torch.testing.assert_close(learn(), expected)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

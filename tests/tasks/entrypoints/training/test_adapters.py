@@ -179,6 +179,7 @@ def test_adapter_that_does_not_fit_is_refused(llamas: dict[bool, Path], base: Pa
     [
         (Lora(r=0), "lora.r: must be at least 1, not 0"),
         (Lora(rank_pattern={"a": 0}), r"lora.rank_pattern: must be names with whole numbers above 0"),
+        (Lora(rank_pattern={"a(": 2}), r"lora.rank_pattern: must be names with whole numbers above 0"),
         (Lora(alpha_pattern=[1]), r"lora.alpha_pattern: must be names with whole numbers above 0"),
         (Lora(trainable_token_indices=(-1,)), "lora.trainable_token_indices: must be numbers of tokens"),
     ],
@@ -195,6 +196,7 @@ def test_wrong_settings_are_refused(lora: Lora, message: str) -> None:
         (Lora(modules_to_save=("embed_ot",)), "lora.modules_to_save: no module is called embed_ot. Did you mean"),
         (Lora(trainable_token_indices=(10**6,)), "lora.trainable_token_indices: the model has embeddings of"),
         (Lora(target_modules=("input_layernorm",)), "setting lora"),
+        (Lora(target_modules=("dense", "embed_out")), "lora.target_modules: no layer is called embed_out; this model"),
     ],
 )
 def test_what_the_model_has_not_is_refused(lora: Lora, message: str, base: Path, tmp_path: Path) -> None:
