@@ -197,6 +197,18 @@ def encode_examples(
     return encoded
 
 
+def describe_unknown(tokenizer: Any, ids: Sequence[int], embeddings: int) -> str:
+    """Return a sentence about a token of ``ids`` that a model with so many embeddings has none of, or nothing."""
+    number = int(max(ids, default=0))
+    if number < embeddings:
+        return ""
+    return (
+        f"has the token {tokenizer.convert_ids_to_tokens(number)!r}, number {number:,} of the tokenizer, and the model"
+        f" has embeddings of {embeddings:,} tokens alone; take the tokenizer that belongs to the model, or a model with"
+        " that token"
+    )
+
+
 def end_tokens(tokenizer: Any) -> list[int]:
     """Return the ids of the tokens that end an answer: the end of the text and, where it differs, of a turn."""
     ends = {tokenizer.eos_token_id}

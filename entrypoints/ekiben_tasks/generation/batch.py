@@ -15,7 +15,7 @@ import torch
 
 from ekiben_tasks.data.schema import RawExample
 from ekiben_tasks.data.sources import Source, read_prompts
-from ekiben_tasks.data.tokenize import apply_format, encode_prompts
+from ekiben_tasks.data.tokenize import apply_format, describe_unknown, encode_prompts
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, Stop, init_distributed
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.generation.record import RunRecord
@@ -201,9 +201,16 @@ def choose_examples(count: int, wanted: int, seed: int) -> list[int]:
 def prepare_prompts(
     model: Any, tokenizer: Any, examples: Sequence[RawExample], chosen: Sequence[int], settings: GenerateSettings
 ) -> tuple[list[Prompt], list[int]]:
-    """Return (prompts of the ``chosen`` examples, indices of those that leave no tokens for an answer)."""
-    limit = load.longest_context(model.config)
+    """Return (prompts of the ``chosen`` examples, indices of those that leave no tokens for an answer).
+
+    Raises:
+        TaskError: the model has no embedding of a token.
+    """
+    limit, embeddings = load.longest_context(model.config), model.get_input_embeddings().weight.shape[0]
     encoded = encode_prompts(tokenizer, [examples[index] for index in chosen])
+    for index, ids in zip(chosen, encoded, strict=True):
+        if problem := describe_unknown(tokenizer, ids, embeddings):
+            raise TaskError(f"example {index + 1} of the data: {problem}")
     prompts = [
         Prompt(index, ids, min(settings.max_new_tokens, limit - len(ids)))
         for index, ids in zip(chosen, encoded, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ekiben_tasks.data.schema import Conversation, Instruction, Message
-from ekiben_tasks.data.tokenize import encode_prompts
+from ekiben_tasks.data.tokenize import describe_unknown, encode_prompts
 from ekiben_tasks.generation.sampling import Sampling, StrippingStreamer, sample
 from ekiben_tasks.generation.settings import ChatSettings
 from ekiben_tasks.models import load
@@ -32,9 +32,11 @@ def reply(
     """Return the response to ``asked``. stream: print it while it is generated.
 
     Raises:
-        TaskError: what is asked leaves no tokens for a response.
+        TaskError: what is asked leaves no tokens for a response, or has a token without an embedding.
     """
     (ids,) = encode_prompts(tokenizer, [asked])
+    if problem := describe_unknown(tokenizer, ids, model.get_input_embeddings().weight.shape[0]):
+        raise TaskError(f"the question {problem}")
     limit = load.longest_context(model.config)
     max_new_tokens = min(settings.max_new_tokens, limit - len(ids))
     if max_new_tokens < 1:

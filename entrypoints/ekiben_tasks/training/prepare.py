@@ -17,7 +17,7 @@ from ekiben_tasks.data.sources import (
     locate_examples,
     read_all,
 )
-from ekiben_tasks.data.tokenize import Example, encode_examples, join_texts, split_example
+from ekiben_tasks.data.tokenize import Example, describe_unknown, encode_examples, join_texts, split_example
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.settings import Settings
 
@@ -127,18 +127,13 @@ def check_tokens(data: Prepared, settings: Settings, sources: list[Source], toke
     encoded = next((each for each in (*data.train, *data.test) if int(each.ids.max()) >= embeddings), None)
     if encoded is None:
         return
-    number = int(encoded.ids.max())
     where = ""
     for content in [*data.rows.train, *data.rows.test]:
         (again,) = encode_examples(tokenizer, [content], mask_prompt=settings.mask_prompt)
         if int(again.ids.max()) >= embeddings:
             where = f"{locate_examples(sources, settings.form)[identify(content)]}: "
             break
-    raise TaskError(
-        f"{where}has the token {tokenizer.convert_ids_to_tokens(number)!r}, number {number:,} of the tokenizer, and the"
-        f" model {settings.model} has embeddings of {embeddings:,} tokens alone; take the tokenizer that belongs to the"
-        " model, or a model with that token"
-    )
+    raise TaskError(f"{where}{describe_unknown(tokenizer, encoded.ids.tolist(), embeddings)}")
 
 
 def _encode(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -28,13 +29,13 @@ import torch
 import transformers
 
 import generate
-from ekiben_tasks.data.schema import DatasetFormat
+from ekiben_tasks.data.schema import DatasetFormat, PromptCompletion
 from ekiben_tasks.distributed.context import REQUEUE
-from ekiben_tasks.generation import batch, resumable_jsonl
+from ekiben_tasks.generation import batch, chat, resumable_jsonl
 from ekiben_tasks.generation import smoke as generation_smoke
 from ekiben_tasks.generation.batch import Prompt
 from ekiben_tasks.generation.sampling import Sampling, sample
-from ekiben_tasks.generation.settings import GenerateSettings
+from ekiben_tasks.generation.settings import ChatSettings, GenerateSettings
 from ekiben_tasks.models import load, tiny
 from ekiben_tasks.models.architecture import names as architecture_names
 from ekiben_tasks.task.errors import SettingError, TaskError
@@ -124,6 +125,17 @@ def test_greedy_equals_transformers(tokenizer: Any) -> None:
         )
         ours, _ = sample(model, tokenizer, [PROMPTS[2]], [0], 10, Sampling(repetition_penalty=penalty))[0]
         assert ours == [token for token in theirs[0, len(PROMPTS[2]) :].tolist() if token != 0]
+
+
+def test_token_beyond_the_embeddings_is_named(tokenizer: Any, model_dir: Path) -> None:
+    model = tiny.random_model("llama", len(tokenizer) - 1)
+    last = tokenizer.convert_ids_to_tokens(len(tokenizer) - 1)
+    examples = [PromptCompletion(text, "") for text in ("設問", f"設問{tokenizer.convert_tokens_to_string([last])}")]
+    message = rf"has the token {re.escape(repr(last))}, number {len(tokenizer) - 1:,} of the tokenizer, and the model"
+    with pytest.raises(TaskError, match=f"example 2 of the data: {message}"):
+        batch.prepare_prompts(model, tokenizer, examples, [0, 1], GenerateSettings())
+    with pytest.raises(TaskError, match=f"the question {message}"):
+        chat.reply(model, tokenizer, examples[1], ChatSettings())
 
 
 def test_samples_follow_the_probabilities(tokenizer: Any) -> None:
