@@ -13,6 +13,7 @@ import http.server
 import json
 import re
 import threading
+import urllib.parse
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -23,7 +24,8 @@ LARGE = (".safetensors", ".bin")
 class HubServer:
     """Serves the models of one owner at ``url``. ``files``: by model, OWNER/NAME, and path.
 
-    refused: by model or data set, the status and the hub's own code of the error that every download gets.
+    refused: by model or data set, the status and the hub's own code of the error that every download gets. tags: names
+    of the one revision that there is.
     """
 
     owner: str
@@ -31,6 +33,7 @@ class HubServer:
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
         hub: HubServer = self
@@ -63,7 +66,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self._body()
         hub, token = self.server_hub, self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if token != hub.write_token:
+        if match := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)/paths-info/[^/]+", self.path):
+            wanted = urllib.parse.parse_qs(body.decode()).get("paths") or json.loads(body)["paths"]
+            self._json([entry for entry in _tree(hub.files.get(match[1], {}), "", True) if entry["path"] in wanted])
+        elif token != hub.write_token:
             self._fail(403 if token.startswith("hf_read") else 401, "")
         elif self.path == "/api/repos/create":
             name = f"{json.loads(body).get('organization') or hub.owner}/{json.loads(body)['name']}"
@@ -103,7 +109,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._json({})
 
     def do_GET(self) -> None:
-        hub, path = self.server_hub, self.path.split("?")[0]
+        hub, path = self.server_hub, urllib.parse.unquote(self.path.split("?")[0])
         for name, (status, code) in hub.refused.items():
             if f"/{name}/" in f"{path}/":
                 self._fail(status, code)
@@ -115,12 +121,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         files, commit = hub.files[model], hub.commit_of(model)
         rest = path.split(f"/{model}", 1)[1].strip("/")
         kind, revision, name = (*rest.split("/", 2), "", "")[:3] if rest else ("", "", "")
-        if revision not in ("", "main", commit):
+        if revision not in ("", "main", commit, *hub.tags):
             self._fail(404, "RevisionNotFound")
         elif kind in ("", "revision"):
             self._json({"id": model, "sha": commit, "siblings": [{"rfilename": item} for item in files]})
-        elif kind == "tree" and not name:
-            self._json([_tree_entry(item, data) for item, data in files.items()])
+        elif kind == "tree":
+            self._json(_tree(files, name, "recursive=true" in self.path.lower()))
         elif kind == "resolve" and name in files:
             self._file(name, files[name], commit)
         else:
@@ -184,3 +190,15 @@ def _tree_entry(path: str, data: bytes) -> dict[str, Any]:
     if path.endswith(LARGE):
         entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
     return entry
+
+
+def _tree(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
+    """Return the files and folders in ``folder``."""
+    inside = {path: data for path, data in files.items() if path.startswith(f"{folder}/" if folder else "")}
+    folders = sorted({"/".join(path.split("/")[:depth]) for path in inside for depth in range(1, path.count("/") + 1)})
+    depth = folder.count("/") + 1 if folder else 0
+    entries: list[dict[str, Any]] = [
+        {"type": "directory", "path": path, "size": 0, "oid": "0" * 40} for path in folders if path != folder
+    ]
+    entries += [_tree_entry(path, data) for path, data in inside.items()]
+    return [entry for entry in entries if recursive or entry["path"].count("/") == depth]

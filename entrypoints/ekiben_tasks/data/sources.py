@@ -408,10 +408,11 @@ def _load_hub(source: Source, split: str) -> Any:
 
 
 def find_commit(table: Any) -> str | None:
-    """Return the commit that the addresses of a hub data set's files name, None where they name none."""
-    addresses = " ".join(table.info.download_checksums or ())
-    match = re.search(r"@([0-9a-f]{40})/", addresses)
-    return match[1] if match else None
+    """Return the commit that the addresses of a hub data set's files name, or of their copies here; else None."""
+    copies = [file["filename"] for file in getattr(table, "cache_files", None) or ()]
+    streamed = str(getattr(getattr(table, "_ex_iterable", None), "kwargs", ""))
+    commits = re.findall(r"[@/]([0-9a-f]{40})/", " ".join([*(table.info.download_checksums or ()), *copies, streamed]))
+    return commits[-1] if commits else None
 
 
 def _content(example: RawExample) -> Any:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,3 +196,48 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(tmp_path: Path) -> None:
         "error: model .: comes with custom code, which Ekiben's tasks do not run"
     )
     assert not (tmp_path / "ran").exists()
+
+
+READ = """
+import json, sys
+from ekiben_tasks.data import sources
+from ekiben_tasks.data.schema import DatasetFormat
+read = sources.read_all(
+    sources.parse_sources(json.loads(sys.argv[1]), 0.0), seed=0, skip_bad=False, form=DatasetFormat(kind="text")
+)
+print(json.dumps([[each.completion for each in read.train], [each.completion for each in read.test], read.versions]))
+"""
+
+
+def test_parts_and_splits_of_a_data_set_of_the_hub(tmp_path: Path) -> None:
+    """They are there offline afterwards. Of a set that is streamed, too, the commit is recorded."""
+    parts = [(part, split) for part in ("en", "ja") for split in ("train", "validation")]
+    lines = {
+        f"{part}/{split}.jsonl": [json.dumps({"text": f"{part} {split} {n}"}) for n in range(4)]
+        for part, split in parts
+    }
+    listed = "".join(
+        f"- config_name: {part}\n  data_files:\n"
+        + "".join(f"  - split: {split}\n    path: {part}/{split}.jsonl\n" for split in ("train", "validation"))
+        for part in ("en", "ja")
+    )
+    files = {path: ("\n".join(each) + "\n").encode() for path, each in lines.items()}
+    files["README.md"] = f"---\nconfigs:\n{listed}---\n".encode()
+    group = {"source": "owner/set", "subset": "ja", "eval_split": "validation", "revision": "v2"}
+    with HubServer(owner="owner", files={"owner/set": files}, tags=("v2",)) as server:
+
+        def read(**changes: Any) -> Any:
+            argv = json.dumps([{**group, **changes}])
+            script = READ.replace("sys.argv[1]", repr(argv))
+            done = run_script(server.url, tmp_path, script, "")
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout.splitlines()[-1])
+
+        expected = [[f"ja {split} {n}" for n in range(4)] for split in ("train", "validation")]
+        versions = {"owner/set": server.commit_of("owner/set")}
+        assert read() == [*expected, versions]
+        assert read(subset="en", eval_split="", take=2) == [["en train 0", "en train 1"], [], versions]
+    offline = READ.replace("sys.argv[1]", repr(json.dumps([group])))
+    done = run_script("http://127.0.0.1:9", tmp_path, "import os; os.environ['HF_HUB_OFFLINE'] = '1'\n" + offline, "")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [*expected, versions]
