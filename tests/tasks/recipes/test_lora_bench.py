@@ -263,14 +263,21 @@ def test_evaluate_agrees_with_the_training_loop(ready: bench_settings.Settings, 
 
 
 def test_run_without_a_target_uses_all_steps(ready: bench_settings.Settings, tmp_path: Path) -> None:
-    training = replace(ready.train, max_steps=2, warmup_steps=0.9, lora=Lora(r=2))
+    training = replace(
+        ready.train, max_steps=2, warmup_steps=0.9, lora=Lora(r=2), optimizer="adafactor", min_learning_rate=1e-6
+    )
     short = replace(ready, target_loss=None, train=training)
     assert bench_runs.run_once(short, 3, tmp_path, config=None) == 0
     result = json.loads((tmp_path / "run-3" / bench_runs.RESULT).read_text())
     assert (result["reached"], result["seed"], result["samples"]) == (False, 44, 32)
     logged = events(tmp_path / "run-3" / mlperf_log.LOG)
     assert logged[-1]["metadata"]["status"] == "aborted"
-    assert [event["value"] for event in logged if event["key"] == "opt_learning_rate_warmup_steps"] == [2]
+    values = {event["key"]: event["value"] for event in logged}
+    assert [values[f"opt_{name}"] for name in ("learning_rate_warmup_steps", "name", "end_learning_rate")] == [
+        2,
+        "adafactor",
+        1e-6,
+    ]
 
 
 def test_one_command_starts_all_runs(
