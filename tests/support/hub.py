@@ -67,8 +67,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self._body()
         hub, token = self.server_hub, self.headers.get("Authorization", "").removeprefix("Bearer ")
         if match := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)/paths-info/[^/]+", self.path):
-            wanted = urllib.parse.parse_qs(body.decode()).get("paths") or json.loads(body)["paths"]
-            self._json([entry for entry in _tree(hub.files.get(match[1], {}), "", True) if entry["path"] in wanted])
+            paths = urllib.parse.parse_qs(body.decode()).get("paths") or json.loads(body)["paths"]
+            self._json([entry for entry in _tree(hub.files.get(match[1], {}), "", True) if entry["path"] in paths])
         elif token != hub.write_token:
             self._fail(403 if token.startswith("hf_read") else 401, "")
         elif self.path == "/api/repos/create":

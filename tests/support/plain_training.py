@@ -26,7 +26,7 @@ SMALL_RUN: dict[str, Any] = {
 def train_plainly(settings: Settings, tokenizer: Any, model: Any, optimizers: list[Any]) -> None:
     """Train ``model``, one example at a time, as ``settings`` say, by these optimizers."""
     data = prepare_data(settings, parse_sources(settings.data, settings.validation_split), tokenizer, 10_000, False)
-    plan = Plan(settings, max_rows=1, max_tokens=1, checkpointed=0, compile=False)
+    plan = Plan(settings, 1, 1, checkpointed=0, compile=False)
     for step in range(STEPS):
         for example in data.train:
             ids = torch.tensor(example.ids[None], dtype=torch.int64)

@@ -120,7 +120,7 @@ def read_all(
         TaskError: nothing is found, no example is valid, or one of a local file is not (unless ``skip_bad``).
     """
     check_format(form)
-    examples, digest, parts = SplitExamples(), hashlib.sha256(), list[list[RawExample]]()
+    examples, digest, train_sets = SplitExamples(), hashlib.sha256(), list[list[RawExample]]()
     for source in sources:
         selection, evaluation, notes = _open_source(source, form)
         examples.notes += notes
@@ -131,14 +131,16 @@ def read_all(
         examples.counts[source.location] = examples.counts.get(source.location, 0) + len(train) + len(test)
         if not evaluation:
             train, test = split(train, source.validation_split, seed)
-        parts.append(train)
+        train_sets.append(train)
         examples.test += test
     if any(source.weight for source in sources):
         digest.update(
-            json.dumps([[source.weight, len(part)] for source, part in zip(sources, parts, strict=True)]).encode()
+            json.dumps(
+                [[source.weight, len(train_set)] for source, train_set in zip(sources, train_sets, strict=True)]
+            ).encode()
         )
-        parts = _mix(sources, parts, seed, mixture, examples.notes)
-    examples.train = [example for part in parts for example in part]
+        train_sets = _mix(sources, train_sets, seed, mixture, examples.notes)
+    examples.train = [example for train_set in train_sets for example in train_set]
     plain = sum(isinstance(each, PromptCompletion) for each in (*examples.train, *examples.test))
     if plain and form.kind == "instruction":
         examples.notes.append(f"{plain:,} examples of prompt and completion are trained as one text, without headings")
@@ -221,25 +223,25 @@ def split(rows: list[RawExample], validation_split: float, seed: int) -> tuple[l
 
 
 def _mix(
-    sources: Sequence[Source], parts: Sequence[list[RawExample]], seed: int, mixture: Mixture, notes: list[str]
+    sources: Sequence[Source], train_sets: Sequence[list[RawExample]], seed: int, mixture: Mixture, notes: list[str]
 ) -> list[list[RawExample]]:
-    """Return the examples of ``parts`` in one list, drawn by the sources' weights as interleave_datasets() draws.
+    """Return the examples of ``train_sets`` in one list, drawn by the sources' weights as interleave_datasets() draws.
 
     notes: gets a sentence for each source.
     """
     import datasets
 
-    used = [(source, part) for source, part in zip(sources, parts, strict=True) if part]
+    used = [(source, train_set) for source, train_set in zip(sources, train_sets, strict=True) if train_set]
     total = sum(source.weight or 0 for source, _ in used)
     tables = [
-        datasets.Dataset.from_dict({"at": [[number, index] for index in range(len(part))]})
-        for number, (_, part) in enumerate(used)
+        datasets.Dataset.from_dict({"at": [[number, index] for index in range(len(train_set))]})
+        for number, (_, train_set) in enumerate(used)
     ]
     shares = [(source.weight or 0) / total for source, _ in used]
     drawn = datasets.interleave_datasets(tables, shares, seed=seed, stopping_strategy=mixture)["at"][:]
-    for number, (source, part) in enumerate(used):
+    for number, (source, train_set) in enumerate(used):
         indices = [index for which, index in drawn if which == number]
-        drawn_from = f"{len(set(indices)):,} of its {len(part):,}"
+        drawn_from = f"{len(set(indices)):,} of its {len(train_set):,}"
         notes.append(f"{source.location}: {len(indices):,} of {len(drawn):,} rows of the mixture, {drawn_from}")
     return [[used[number][1][index] for number, index in drawn]]
 
@@ -329,16 +331,16 @@ def _list_items(source: Source, selection: _Selection) -> Iterator[tuple[str, An
     return _read_table(source, itertools.islice(selection.table, stop))
 
 
-def _read_table(source: Source, rows: Iterator[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a hub data set, which are fetched meanwhile if only some are taken."""
+def _read_table(source: Source, items: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a hub data set, which are fetched meanwhile if only some are taken."""
     for number in itertools.count(1):
         try:
-            row = next(rows, None)
+            item = next(items, None)
         except Exception as error:
             raise TaskError(format_hub_error(error, source.location, "data set")) from error
-        if row is None:
+        if item is None:
             return
-        yield f"{source.location} row {number}", row
+        yield f"{source.location} row {number}", item
 
 
 def identify_versions(sources: Sequence[Source], form: DatasetFormat) -> list[str] | None:

@@ -50,8 +50,8 @@ def make_optimizer(
         matrices = [each for each in parameters if each.ndim == 2 and id(each) not in tables]
         if matrices:
             kept = {id(each) for each in matrices}
-            others = decay_groups([each for each in parameters if id(each) not in kept], config)
-            return MuonWithAdamW(matrices, others, config, fused=device.type == "cuda")
+            adamw_groups = decay_groups([each for each in parameters if id(each) not in kept], config)
+            return MuonWithAdamW(matrices, adamw_groups, config, fused=device.type == "cuda")
     return torch.optim.AdamW(groups, **common, fused=device.type == "cuda")
 
 
@@ -62,37 +62,37 @@ class MuonWithAdamW:
     """
 
     def __init__(
-        self, matrices: list[torch.Tensor], others: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool
+        self, matrices: list[torch.Tensor], adamw_groups: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool
     ) -> None:
         rate, decay = config.learning_rate, config.weight_decay
-        self.parts = [torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
-        if others:
-            self.parts.append(torch.optim.AdamW(others, lr=rate, betas=config.betas, fused=fused))
+        self.optimizers = [torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
+        if adamw_groups:
+            self.optimizers.append(torch.optim.AdamW(adamw_groups, lr=rate, betas=config.betas, fused=fused))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the groups of both."""
-        return [group for part in self.parts for group in part.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
         """Update the weights."""
-        for part in self.parts:
-            part.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of both."""
-        return {"parts": [part.state_dict() for part in self.parts]}
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
-        for part, kept in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(kept)
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
 
 
 def name_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return what implements ``optimizer``: "torch.optim.AdamW, fused" or "deepspeed.ops.adam.DeepSpeedCPUAdam"."""
     if isinstance(optimizer, MuonWithAdamW):
-        return " and ".join(map(name_optimizer, optimizer.parts))
+        return " and ".join(map(name_optimizer, optimizer.optimizers))
     kind = type(optimizer)
     fused = ", fused" if optimizer.defaults.get("fused") else ""
     return f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}{fused}"

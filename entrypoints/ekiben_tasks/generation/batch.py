@@ -206,7 +206,7 @@ def prepare_prompts(
     Raises:
         TaskError: the model has no embedding of a token.
     """
-    limit, embeddings = load.longest_context(model.config), model.get_input_embeddings().weight.shape[0]
+    limit, embeddings = load.longest_context(model.config), len(model.get_input_embeddings().weight)
     encoded = encode_prompts(tokenizer, [examples[index] for index in chosen])
     for index, ids in zip(chosen, encoded, strict=True):
         if problem := describe_unknown(tokenizer, ids, embeddings):

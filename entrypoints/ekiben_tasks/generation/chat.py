@@ -35,7 +35,7 @@ def reply(
         TaskError: what is asked leaves no tokens for a response, or has a token without an embedding.
     """
     (ids,) = encode_prompts(tokenizer, [asked])
-    if problem := describe_unknown(tokenizer, ids, model.get_input_embeddings().weight.shape[0]):
+    if problem := describe_unknown(tokenizer, ids, len(model.get_input_embeddings().weight)):
         raise TaskError(f"the question {problem}")
     limit = load.longest_context(model.config)
     max_new_tokens = min(settings.max_new_tokens, limit - len(ids))

@@ -71,7 +71,7 @@ def _check_lora(model: Any, lora: Lora) -> None:
     for key in lora.modules_to_save:
         if not any(name == key or name.endswith(f".{key}") for name in names):
             raise TaskError(f"setting lora.modules_to_save: no module is called {key}.{nearest(key, known)}")
-    size = model.get_input_embeddings().weight.shape[0]
+    size = len(model.get_input_embeddings().weight)
     if any(index >= size for index in lora.trainable_token_indices):
         raise TaskError(f"setting lora.trainable_token_indices: the model has embeddings of {size:,} tokens alone")
 

@@ -167,7 +167,7 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     compiled = choices.get("compiled", False) and choices.get("bits", 16) == 16
     size, longest = choices.get("size", 2), int(choices.get("longest", 0))
     table, heads = causal.get_input_embeddings(), getattr(config, "num_attention_heads", None) or 0
-    vocabulary, width = table.weight.shape
+    vocabulary, width = table.weight.size()
     counted = kept_bytes(model, longest, torch.bfloat16 if size == 2 else torch.float32, compiled=compiled)
     if counted is None:
         kept = float(_KEPT[0] * width + _KEPT[1] * _inner_width(blocks[0], width))

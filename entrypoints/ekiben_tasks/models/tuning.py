@@ -103,7 +103,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
     def _noise_size(self, batch: packing.PackedBatch) -> torch.Tensor:
         """Return the largest noise of each token, ``[1, tokens, 1]``, or of each row, ``[rows, 1, 1]``."""
         lengths = torch.tensor(batch.seq_lens, device=batch.ids.device)
-        sizes = self.noise_alpha / (lengths * self.causal.get_input_embeddings().weight.shape[1]).sqrt()
+        sizes = self.noise_alpha / (lengths * self.causal.get_input_embeddings().weight.size(1)).sqrt()
         return sizes.repeat_interleave(lengths)[None, :, None] if batch.layout == "packed" else sizes[:, None, None]
 
     def compile_blocks(self, backend: Any = "inductor") -> None:
@@ -214,7 +214,7 @@ def check_head(module: LossModule) -> None:
         TaskError: they are not.
     """
     causal, head = module.causal, module.causal.get_output_embeddings()
-    ids = torch.arange(8, device=head.weight.device)[None] % causal.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(8, device=head.weight.device)[None] % len(causal.get_input_embeddings().weight)
     ends = torch.tensor([0, 8], dtype=torch.int32, device=ids.device)
     lengths: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": 8, "row_lengths": (8,)}
     arguments = {"input_ids": ids, "use_cache": False, **(lengths if module.layout == "packed" else {})}

@@ -148,7 +148,7 @@ def _decide(
     proof = verify(load.read_config(job.path))
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
     context = load.longest_context(meta.config)
-    data = _prepare_data(job, tokenizer, context, meta.get_input_embeddings().weight.shape[0], world, device)
+    data = _prepare_data(job, tokenizer, context, len(meta.get_input_embeddings().weight), world, device)
     needing = ("early_stopping_patience", "load_best_model_at_end", "sample_answers")
     if not data.test and (named := [name for name in needing if getattr(settings, name)]):
         raise TaskError(f"setting {', '.join(named)}: there are no rows for evaluation; set validation_split")

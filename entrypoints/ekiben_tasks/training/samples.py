@@ -33,8 +33,8 @@ class Samples:
         answers: list[list[int]] = [[] for _ in self.prompts]
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for number, (prompt, _) in enumerate(self.prompts):
-                room = min(MAX_NEW_TOKENS, self.limit - len(prompt) - 1)
-                while len(answers[number]) < room and not self.ends & set(answers[number][-1:]):
+                most = min(MAX_NEW_TOKENS, self.limit - len(prompt) - 1)
+                while len(answers[number]) < most and not self.ends & set(answers[number][-1:]):
                     ids = np.array([*prompt, *answers[number], 0], dtype=np.int32)  # the last one is asked for
                     batch = collate([Example(ids, ((len(ids) - 1, len(ids)),))])
                     answers[number].append(int(strategy.loss(batch.ask())))

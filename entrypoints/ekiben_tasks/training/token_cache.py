@@ -52,19 +52,19 @@ def share_tokens(
         TaskError: as ``prepare``.
     """
     entry = Path(os.environ[FOLDER]) / key
-    cached, own, problem = _load(entry), None, None
+    cached, prepared, problem = _load(entry), None, None
     if cached is None and world.local_rank == 0:
         try:
-            own = prepare()
-            _save(own, entry)
+            prepared = prepare()
+            _save(prepared, entry)
         except TaskError as error:
             problem = error
         except OSError:
-            pass  # no room: each process has its own
+            pass  # no room: each process keeps its own
     world.minimum(0, device)  # wait for all
     if problem:
         raise problem
-    return cached or _load(entry) or own or prepare()
+    return cached or _load(entry) or prepared or prepare()
 
 
 def make_key(
@@ -107,14 +107,14 @@ def _save(data: Prepared, entry: Path) -> None:
     """Write ``data`` as ``entry``, without the examples' texts. Raises OSError."""
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=".staged-", dir=entry.parent))
-    examples, rows = [*data.train, *data.test], data.rows
+    examples, raw = [*data.train, *data.test], data.rows
     try:
         _write(staged, "ids", np.concatenate([example.ids for example in examples]))
         _write(staged, "lengths", np.array([len(example.ids) for example in examples]))
         _write(staged, "counts", np.array([len(example.targets) for example in examples]))
         _write(staged, "targets", np.array([span for example in examples for span in example.targets]))
-        bad = [[each.where, each.problem] for each in rows.bad]
-        kept = {name: getattr(rows, name) for name in ("counts", "versions", "notes", "sha256")}
+        bad = [[each.where, each.problem] for each in raw.bad]
+        kept = {name: getattr(raw, name) for name in ("counts", "versions", "notes", "sha256")}
         meta = [len(data.train), data.too_long, data.limit, data.limit_reason, bad, kept]
         write_json(staged / _META, {"meta": meta})
         replace_folder(staged, entry)
@@ -148,8 +148,8 @@ def _load(entry: Path) -> Prepared | None:
             Example(ids[end - length : end], tuple(itertools.islice(spans, number)))
             for end, length, number in zip(ends, lengths.tolist(), counts.tolist(), strict=True)
         ]
-        rows = SplitExamples(**kept, bad=[InvalidExample(*each) for each in bad])
+        raw = SplitExamples(**kept, bad=[InvalidExample(*each) for each in bad])
         os.utime(entry)
     except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, TaskError):
         return None
-    return Prepared(examples[:count], examples[count:], rows, too_long, limit, reason)
+    return Prepared(examples[:count], examples[count:], raw, too_long, limit, reason)

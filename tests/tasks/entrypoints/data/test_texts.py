@@ -1,4 +1,4 @@
-"""Plain texts joined and cut as TRL does, mixtures drawn as datasets does, and sources of which a part is taken."""
+"""Plain texts joined and cut as TRL does, mixtures drawn as datasets does, and sources that are read in part."""
 
 from __future__ import annotations
 
@@ -50,10 +50,9 @@ def test_texts_are_packed_as_trl_wraps_them(tokenizer: Any, tmp_path: Path, leng
     made = prepare([str(file)], tokenizer, max_length=length)
     assert [example.ids.tolist() for example in made.train] == theirs
     assert all(example.targets == ((0, len(example.ids)),) for example in made.train)
-    assert f"40 texts are joined and cut into rows of {min(length, 10_000):,} tokens" in made.rows.notes
 
 
-def test_texts_come_from_a_column_or_whole_files(tokenizer: Any, tmp_path: Path) -> None:
+def test_texts_come_from_a_column_or_a_file(tokenizer: Any, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"body": "一", "text": "no"}, {"body": "二"}])
     (tmp_path / "b.txt").write_text("三\n\n四\n", encoding="utf-8")
     form = DatasetFormat(kind="text", column="body")
@@ -76,29 +75,30 @@ def test_training_on_texts(base: Path, tmp_path: Path, capsys: Any) -> None:
     file = write(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     settings = small(base, data=[str(file)], form=TEXT, max_length=64, max_steps=3, batch_size=4)
     assert fit(settings, tmp_path / "out") == 0
-    assert "plain text, joined and cut" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "plain text, joined and cut" in printed and "36 texts are joined and cut into rows of 64 tokens" in printed
     assert len([line for line in metrics(tmp_path / "out") if "loss" in line]) == 3
 
 
 @pytest.mark.parametrize("mixture", ["first_exhausted", "all_exhausted"])
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [2, 6], [1, 0.01]])
 def test_mixtures_are_those_of_datasets(mixture: Any, weights: list[float], tmp_path: Path) -> None:
-    rows = {name: [{"text": f"{name}{number}"} for number in range(count)] for name, count in (("a", 50), ("b", 20))}
-    files = [write(tmp_path / f"{name}.jsonl", items) for name, items in rows.items()]
+    by_name = {name: [{"text": f"{name}{number}"} for number in range(count)] for name, count in (("a", 50), ("b", 20))}
+    files = [write(tmp_path / f"{name}.jsonl", items) for name, items in by_name.items()]
     data = [{"source": str(file), "weight": weight} for file, weight in zip(files, weights, strict=True)]
     data.append({"source": str(files[1]), "validation_split": 1})
     read = read_all(parse_sources(data, 0.0), seed=3, skip_bad=False, form=TEXT, mixture=mixture)
     theirs = datasets.interleave_datasets(
-        [datasets.Dataset.from_list(items) for items in rows.values()],
+        [datasets.Dataset.from_list(items) for items in by_name.values()],
         [weight / sum(weights) for weight in weights],
         seed=3,
         stopping_strategy=mixture,
     )["text"][:]
-    assert [row.completion for row in read.train if isinstance(row, PromptCompletion)] == theirs
+    assert [each.completion for each in read.train if isinstance(each, PromptCompletion)] == theirs
     assert len(read.test) == 20
-    taken = [text for text in theirs if text.startswith("a")]
+    from_first = [text for text in theirs if text.startswith("a")]
     assert read.notes[0] == (
-        f"{files[0]}: {len(taken):,} of {len(theirs):,} rows of the mixture, {len(set(taken))} of its 50"
+        f"{files[0]}: {len(from_first):,} of {len(theirs):,} rows of the mixture, {len(set(from_first))} of its 50"
     )
     again = read_all(parse_sources(data, 0.0), seed=3, skip_bad=False, form=TEXT, mixture=mixture)
     assert (again.train, again.sha256) == (read.train, read.sha256)
@@ -122,14 +122,14 @@ def test_wrong_groups_are_refused(group: dict[str, Any], message: str) -> None:
         parse_sources([{"source": "a", **group}, "b"], 0.0)
 
 
-def test_rows_that_are_taken_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_reads_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a hub data set are fetched one by one."""
     file = write(tmp_path / "a.jsonl", [{"text": f"t{number}"} for number in range(9)] + ["damaged"])
     data = [{"source": str(file), "take": 3}]
     assert len(read_all(parse_sources(data, 0.0), seed=0, skip_bad=False, form=TEXT).train) == 3
     fetched: list[int] = []
 
-    def rows() -> Any:
+    def generate() -> Any:
         for number in range(1000):
             fetched.append(number)
             yield {"text": f"t{number}"}
@@ -138,11 +138,11 @@ def test_rows_that_are_taken_alone_are_read(tmp_path: Path, monkeypatch: pytest.
 
     def load_dataset(*arguments: Any, **options: Any) -> Any:
         asked.append((arguments, options))
-        return datasets.IterableDataset.from_generator(rows)
+        return datasets.IterableDataset.from_generator(generate)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     group = {"source": "owner/name", "subset": "ja", "revision": "v2", "take": 5}
     read = read_all(parse_sources([group], 0.0), seed=0, skip_bad=False, form=TEXT)
-    assert [row.completion for row in read.train if isinstance(row, PromptCompletion)] == [f"t{n}" for n in range(5)]
+    assert [each.completion for each in read.train if isinstance(each, PromptCompletion)] == [f"t{n}" for n in range(5)]
     assert asked == [(("owner/name", "ja"), {"split": "train", "revision": "v2", "streaming": True})]
     assert len(fetched) < 10

@@ -214,7 +214,7 @@ def test_compiled_blocks_with_adapters_have_one_graph_and_the_same_gradients() -
     for part in trained:
         torch.nn.init.normal_(part, std=0.1)
     loss_module = LossModule(model, torch.float32)
-    pack = packing.pack([Example(np.arange(64) % 300, ((5, 64),))] * 3)
+    batch = packing.pack([Example(np.arange(64) % 300, ((5, 64),))] * 3)
     graphs: list[Any] = []
 
     def look(graph: Any, _inputs: Any) -> Any:
@@ -223,7 +223,7 @@ def test_compiled_blocks_with_adapters_have_one_graph_and_the_same_gradients() -
 
     def learn() -> list[torch.Tensor]:
         model.zero_grad()
-        loss = loss_module(pack)
+        loss = loss_module(batch)
         loss.backward()
         return [loss.detach(), *(part.grad.clone() for part in trained)]
 
@@ -253,17 +253,17 @@ def test_compiled_blocks_with_other_adapters_have_the_same_gradients(lora: Lora)
     config = transformers.GPTNeoXConfig(num_hidden_layers=2, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.ATTENTION)
     model = apply_tuning_method(model, train.Settings(method="lora", lora=replace(lora, dropout=0.0)))
-    trained = [part for part in model.parameters() if part.requires_grad]
-    for part in trained:
-        torch.nn.init.normal_(part, std=0.1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.1)
     loss_module = LossModule(model, torch.float32)
-    pack = packing.pack([Example(np.arange(64) % 300, ((5, 64),))] * 3)
+    batch = packing.pack([Example(np.arange(64) % 300, ((5, 64),))] * 3)
 
     def learn() -> list[torch.Tensor]:
         model.zero_grad()
-        loss = loss_module(pack)
+        loss = loss_module(batch)
         loss.backward()
-        return [loss.detach(), *(part.grad.clone() for part in trained)]
+        return [loss.detach(), *(parameter.grad.clone() for parameter in trained)]
 
     expected = learn()
     assert all(gradient.abs().max() > 0 for gradient in expected)

@@ -209,17 +209,17 @@ print(json.dumps([[each.completion for each in read.train], [each.completion for
 """
 
 
-def test_parts_and_splits_of_a_data_set_of_the_hub(tmp_path: Path) -> None:
+def test_subsets_and_splits_of_a_data_set_of_the_hub(tmp_path: Path) -> None:
     """They are there offline afterwards. Of a set that is streamed, too, the commit is recorded."""
-    parts = [(part, split) for part in ("en", "ja") for split in ("train", "validation")]
+    named = [(subset, split) for subset in ("en", "ja") for split in ("train", "validation")]
     lines = {
-        f"{part}/{split}.jsonl": [json.dumps({"text": f"{part} {split} {n}"}) for n in range(4)]
-        for part, split in parts
+        f"{subset}/{split}.jsonl": [json.dumps({"text": f"{subset} {split} {n}"}) for n in range(4)]
+        for subset, split in named
     }
     listed = "".join(
-        f"- config_name: {part}\n  data_files:\n"
-        + "".join(f"  - split: {split}\n    path: {part}/{split}.jsonl\n" for split in ("train", "validation"))
-        for part in ("en", "ja")
+        f"- config_name: {subset}\n  data_files:\n"
+        + "".join(f"  - split: {split}\n    path: {subset}/{split}.jsonl\n" for split in ("train", "validation"))
+        for subset in ("en", "ja")
     )
     files = {path: ("\n".join(each) + "\n").encode() for path, each in lines.items()}
     files["README.md"] = f"---\nconfigs:\n{listed}---\n".encode()

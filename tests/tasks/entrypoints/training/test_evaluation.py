@@ -78,17 +78,17 @@ def test_run_stops_early_and_returns_its_best(method: str, base: Path, tmp_path:
 
 def test_resumed_run_remembers_its_best(base: Path, tmp_path: Path) -> None:
     settings = {**OVERFITTING, "method": "full", "early_stopping_patience": 2, "load_best_model_at_end": True}
-    assert fit(small(base, **settings), tmp_path / "whole") == 0
-    steps = len(eval_losses(tmp_path / "whole"))
+    assert fit(small(base, **settings), tmp_path / "straight") == 0
+    steps = len(eval_losses(tmp_path / "straight"))
     assert fit(small(base, **settings, max_steps=steps - 1), tmp_path / "stopped") == 0
     assert fit(small(base, **settings), tmp_path / "stopped") == 0
-    records = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("whole", "stopped")]
+    records = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("straight", "stopped")]
     assert records[0]["best_step"] == records[1]["best_step"] == steps - 2
     assert records[0]["steps"] == records[1]["steps"] == steps
-    whole, stopped = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("whole", "stopped")
+    straight, stopped = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("straight", "stopped")
     )
-    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert all(torch.equal(straight[name], stopped[name]) for name in straight)
 
 
 @pytest.mark.parametrize("way", ["none", "ddp", "fsdp"])
@@ -107,16 +107,16 @@ def test_answers_are_those_of_generate(way: str, base: Path, tokenizer: Any, tmp
         theirs = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS, pad_token_id=0
         )
-        assert line["answer"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
-        assert line["expected"] == tokenizer.decode(example.ids[ids.shape[1] :], skip_special_tokens=True)
+        assert line["answer"] == tokenizer.decode(theirs[0, len(ids[0]) :], skip_special_tokens=True)
+        assert line["expected"] == tokenizer.decode(example.ids[len(ids[0]) :], skip_special_tokens=True)
 
 
 def test_noise_on_embeddings_is_that_of_transformers(base: Path, tokenizer: Any, tmp_path: Path) -> None:
-    row = {"instruction": "日本の首都はどこですか。", "output": "東京です。"}
-    (tmp_path / "row.jsonl").write_text(json.dumps(row) + "\n")
+    example_item = {"instruction": "日本の首都はどこですか。", "output": "東京です。"}
+    (tmp_path / "one.jsonl").write_text(json.dumps(example_item) + "\n")
     settings = small(
         base,
-        data=[str(tmp_path / "row.jsonl")],
+        data=[str(tmp_path / "one.jsonl")],
         validation_split=0.0,
         method="full",
         batch_size=1,

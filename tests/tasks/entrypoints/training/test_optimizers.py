@@ -72,8 +72,8 @@ def test_optimizers_train_as_in_a_plain_loop(
     start, model = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) for _ in range(2))
     train_plainly(settings, tokenizer, model, make(*parts(model)))
     theirs, start = model.state_dict(), start.state_dict()
-    moved = max((theirs[name] - start[name]).abs().max().item() for name in theirs)
-    assert moved > 1e-3
+    change = max((theirs[name] - start[name]).abs().max().item() for name in theirs)
+    assert change > 1e-3
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < tolerance
 
 
@@ -82,12 +82,12 @@ def test_optimizers_train_as_in_a_plain_loop(
 def test_a_resumed_run_is_as_if_it_had_not_stopped(name: str, method: str, base: Path, tmp_path: Path) -> None:
     settings = {**RUN, "optimizer": name, "method": method, "schedule": "constant", "warmup_steps": 0}
     assert fit(small(base, **{**settings, "epochs": 2}), tmp_path / "stopped") == 0
-    for folder in ("stopped", "whole"):
+    for folder in ("stopped", "straight"):
         assert fit(small(base, **settings), tmp_path / folder) == 0
-    stopped, whole = (
-        [line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("stopped", "whole")
+    stopped, straight = (
+        [line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("stopped", "straight")
     )
-    assert stopped == whole and len(whole) == STEPS
+    assert stopped == straight and len(straight) == STEPS
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of
 
 
 def make_plan(**changes: Any) -> Plan:
-    return Plan(small(Path("base"), **changes), max_rows=1, max_tokens=1, checkpointed=0, compile=False)
+    return Plan(small(Path("base"), **changes), 1, 1, checkpointed=0, compile=False)
 
 
 @pytest.mark.parametrize("warmup", [0, 0.004, 0.03, 0.1, 0.5, 0.999, 1, 1.0, 1.5, 7, 200, 1000])
 @pytest.mark.parametrize("steps", [1, 2, 9, 100, 101])
-def test_warmup_is_transformers_own(warmup: float, steps: int, tmp_path: Path) -> None:
+def test_warmup_equals_transformers(warmup: float, steps: int, tmp_path: Path) -> None:
     theirs = TrainingArguments(output_dir=str(tmp_path), warmup_steps=warmup, report_to=[]).get_warmup_steps(steps)
     assert make_plan(warmup_steps=warmup).warmup(steps) == theirs
 
@@ -63,7 +63,7 @@ def test_warmup_ratio_is_the_former_name_of_a_share(tmp_path: Path, capsys: pyte
     ],
 )
 @pytest.mark.parametrize("warmup", [0, 3, 0.1, 15, 30])
-def test_rates_are_transformers_own(changes: dict[str, Any], name: str, options: dict[str, Any], warmup: float) -> None:
+def test_rates_equal_transformers(changes: dict[str, Any], name: str, options: dict[str, Any], warmup: float) -> None:
     """A warm-up begins with the rate of transformers' second step here, whose first one is 0 and trains nothing."""
     steps, plan = 20, make_plan(**changes, warmup_steps=warmup, learning_rate=1e-3)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
