@@ -112,7 +112,7 @@ def fetch_archive(archive: Archive, cache: Path) -> Path:
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as out:
         try:
             digest, size = hashlib.sha256(), 0
-            for chunk in _chunks(archive.url):
+            for chunk in chunks_of(archive.url):
                 digest.update(chunk)
                 out.write(chunk)
                 if (size := size + len(chunk)) > _MAX_ARCHIVE:
@@ -126,7 +126,7 @@ def fetch_archive(archive: Archive, cache: Path) -> Path:
     return target
 
 
-def _chunks(url: str) -> Iterator[bytes]:
+def chunks_of(url: str) -> Iterator[bytes]:
     """Yield the bytes of a URL. Raises FetchError, whose text has no password."""
     parts = urlsplit(url)
     if parts.scheme == "file":

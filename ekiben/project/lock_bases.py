@@ -14,7 +14,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
 from ekiben.core.files import atomic_write
 from ekiben.core.paths import PROJECT_ROOT
-from ekiben.spec.bases_lock import BASES_LOCK, Digests, format_bases_lock, read_bases_lock, tags_of
+from ekiben.spec.bases_lock import BASES_LOCK, Digests, agent_of, format_bases_lock, read_bases_lock, tags_of
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import SourceFolders
@@ -155,6 +155,11 @@ def _ask(reference: str, platforms: Iterable[str], asked_by: Definition) -> dict
     from ekiben.registry.client import Registry
     from ekiben.registry.reference import Reference
 
+    if ask := getattr(agent_of(reference, asked_by), "locked_digests", None):
+        digests: dict[str, str] = ask(reference, platforms)
+        if not digests:
+            raise FetchError(f"{asked_by.path}: {reference} is no program for {', '.join(platforms)}")
+        return digests
     available = Registry(Reference.parse(reference)).platform_digests()
     digests = {platform: digest for platform in platforms if (digest := available.get(platform, available.get("", "")))}
     if not digests:

@@ -239,6 +239,8 @@ def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
     if "file" in layer.stage.header or layer.stage.bootstrap == "oras":
         what = "a SIF" if layer.stage.bootstrap in (LOCAL, "oras") else "an image in a file"
         raise UsageError(f"a Dockerfile cannot begin with {what}: From: {layer.stage.header['from']}")
+    if layer.stage.bootstrap == "busybox":
+        raise UsageError(f"a Dockerfile cannot begin with a program: {layer.stage.header['mirrorurl']}")
     if layer.stage.bootstrap == SCRATCH:
         return ["FROM scratch"]
     return ["FROM scratch", f"ADD {tar} /"] if tar else [f"FROM {layer.stage.header['from']}"]
@@ -367,7 +369,10 @@ def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str
     """Return a header with the %files and the %post of all its steps."""
     assert base.stage is not None
     header = {key: value for key, value in base.stage.header.items() if value and key not in ("mirrorurl", "stage")}
+    if base.stage.bootstrap == "busybox":
+        header["from"] = header["from"].rpartition("@")[0]
     names = {"bootstrap": "Bootstrap", "from": "From", "osversion": "OSVersion", "include": "Include"}
+    names |= {"from": "MirrorURL"} if base.stage.bootstrap == "busybox" else {}
     lines = [f"{names[key]}: {value.removeprefix('oras://')}" for key, value in header.items() if key in names]
     if base.stage.bootstrap == "debootstrap":
         lines += [_MIRROR]

@@ -81,6 +81,11 @@ def bound_base(stage: Stage) -> dict[str, str]:
     return base if "file" in header else {**base, "reference": reference.removeprefix(f"{stage.bootstrap}://")}
 
 
+def agent_of(reference: str, definition: Definition) -> Any:
+    """Return the agent of the stage that names ``reference``."""
+    return next(load_agent(stage.bootstrap) for stage in definition.stages if base_reference(stage) == reference)
+
+
 def tags_of(definitions: Iterable[Definition]) -> dict[str, Definition]:
     """Return the references that a lock pins, each with a definition that names it."""
     tags: dict[str, Definition] = {}

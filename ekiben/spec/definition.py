@@ -53,6 +53,7 @@ AGENT_HEADERS = {
     "docker": ("from", "registry", "namespace"),
     **dict.fromkeys(("docker-archive", "oci", "oci-archive", "oras"), ("from",)),
     SCRATCH: (),
+    "busybox": ("mirrorurl",),
     "debootstrap": ("osversion", "mirrorurl", "include"),
 }
 
@@ -64,7 +65,6 @@ OTHER_AGENTS = {
     "shub": _PULLED.format("shub"),
     "docker-daemon": "push the image to a registry, then Bootstrap: docker; or "
     + _CONVERTED.format("docker-daemon:NAME"),
-    "busybox": "an image with busybox from a registry: Bootstrap: docker and From: busybox",
     "arch": "an image of the distribution from a registry: Bootstrap: docker and From: archlinux",
     **dict.fromkeys(
         ("yum", "dnf"), "an image of the distribution from a registry: Bootstrap: docker and From: rockylinux:9"

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import http.server
+import json
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ekiben.core.errors import DefinitionError
+from ekiben.core.environment import platform
+from ekiben.core.errors import DefinitionError, FetchError
 from ekiben.formats.sif import read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_entries
+from ekiben.resolve.render import deffile
 from test_definition_corpus import HEADER, Lab, lab
 from test_environment_scripts import run as variables
 from test_environment_scripts import sif_of
@@ -157,3 +165,37 @@ def busybox() -> Path:
     subprocess.run(["dpkg-deb", "-x", package, folder / "package"], check=True)
     (program,) = folder.glob("package/**/bin/busybox")
     return program
+
+
+@pytest.fixture
+def mirror(busybox: Path) -> Iterator[str]:
+    """The address of a busybox."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(busybox.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/busybox"
+        server.shutdown()
+
+
+def test_busybox_as_base(mirror: str, busybox: Path, lab: Lab, cli: Cli) -> None:
+    """A program that the lock pins, under all names that it has."""
+    folder = lab.recipe.path
+    text = f"Bootstrap: busybox\nMirrorURL: {mirror}\n\n%post\n    echo $PATH >/srv-path; ls -l /bin/sh\n"
+    with pytest.raises(DefinitionError, match="is not locked"):
+        lab.resolve(text)
+    digest = f"sha256:{hashlib.sha256(busybox.read_bytes()).hexdigest()}"
+    assert digest in cli.run("lock", folder, cwd=folder).stdout
+    assert json.loads((folder / "bases.lock").read_text()) == {mirror: {platform(): digest}}
+    resolved, image = lab.build(text)
+    ours, theirs = files_of(sif_of(lab, image)), lab.sandbox(text)
+    names = {path.relative_to(theirs).as_posix() for path in (theirs / "bin").iterdir()}
+    assert {path for path in ours if path.startswith("bin/")} == names
+    assert lab.try_apptainer(("exec", "IMAGE", "/bin/head", "-c", "4", "/bin/sh"), sif_of(lab, image)) == (0, "\x7fELF")
+    for path in ("etc/passwd", "etc/group", "etc/hosts", "srv-path"):
+        assert ours[path][3] == (theirs / path).read_bytes()
+    assert f"MirrorURL: {mirror}" in deffile(resolved).split("\n")
+    wrong = {mirror: {platform(): f"sha256:{'0' * 64}"}}
+    (folder / "bases.lock").write_text(json.dumps(wrong))
+    with pytest.raises(FetchError, match="it has other bytes than"):
+        lab.build(text)
+    (folder / "bases.lock").unlink()

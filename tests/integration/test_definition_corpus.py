@@ -380,7 +380,6 @@ REFUSED_HEADERS: dict[str, Refusal] = {
             "dnf",
             "zypper",
             "arch",
-            "busybox",
         )
     },
 }

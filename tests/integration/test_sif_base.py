@@ -22,7 +22,7 @@ from support.image_files import SmallImage, write_folder
 from test_definition_corpus import HEADER, Lab, lab
 from test_environment_scripts import docker, run, sif_of, variables
 from test_registry_base import REGISTRY
-from workspaces import Cli
+from workspaces import Cli, need
 
 __all__ = ["docker", "lab"]
 pytestmark = pytest.mark.covers("ekiben/builder/bases", "ekiben/builder", "ekiben/resolve", "ekiben/formats")
@@ -202,3 +202,15 @@ def test_docker_image_on_a_sif(lab: Lab, docker: str) -> None:
         "PRESENT": "yes",
         "POSTED": "1",
     }
+
+
+@pytest.mark.parametrize("engine", ["docker", "buildah", "podman"])
+def test_other_engines_make_the_same_layers(engine: str, lab: Lab, cli: Cli) -> None:
+    need(engine)
+    sif_of_apptainer(lab, HEADER + BASES["all"])
+    _, image = lab.build(ON_IT + CHILDREN["post"] + CHILDREN["environment"])
+    for layer in image.layers:
+        (lab.store.root / "keys" / f"{layer.cache_key}.json").unlink()
+    argv = ("--engine", engine, "--format", "oci", "-o", lab.out / f"sif-{engine}.tar", "--no-verify")
+    made = cli.image(lab.store.root, lab.recipe.path, *argv, cwd=lab.recipe.path)
+    assert made["image"] == image.image_id

@@ -7,6 +7,7 @@ imports inside `entries`.
 
 An agent may have further functions, which ekiben.spec.bases_lock calls. ``image_reference(header)`` names the image of
 a registry, whose tag bases.lock binds: the header that the other functions get has its digest in ``from``.
+``locked_digests(reference, platforms)`` returns these digests where it is no image of a registry.
 ``image_file(header)`` names a file, and ``file_digest(path, header, arch)`` returns its digest: their header has
 ``file``, the path, and ``digest``.
 """

@@ -33,7 +33,11 @@ def entries(
     layer: Layer, staging: Path, notes: dict[str, Any], sources: PackageSources, log: Callable[[str], None]
 ) -> Iterator[LayerEntry]:
     """Yield the folders that runtimes mount over."""
-    items = [Entry(path, "dir", 0o755, mtime=layer.epoch) for path in _FOLDERS]
-    items += [Entry(path, "dir", 0o1777, mtime=layer.epoch) for path in _OPEN]
-    items += [Entry(path, "file", 0o644, mtime=layer.epoch) for path in PLACEHOLDERS]
-    yield from ((entry, None) for entry in sorted(items, key=lambda entry: sort_key(entry.path)))
+    yield from ((entry, None) for entry in sorted(folder_entries(layer.epoch), key=lambda entry: sort_key(entry.path)))
+
+
+def folder_entries(epoch: int) -> list[Entry]:
+    """Return the folders of a root file system, and the empty files that runtimes mount over."""
+    items = [Entry(path, "dir", 0o755, mtime=epoch) for path in _FOLDERS]
+    items += [Entry(path, "dir", 0o1777, mtime=epoch) for path in _OPEN]
+    return items + [Entry(path, "file", 0o644, mtime=epoch) for path in PLACEHOLDERS]

@@ -14,7 +14,7 @@ from ekiben.spec.environment import depends_on_start, expand, table_script, writ
 
 HEADER = "Bootstrap: localimage\nFrom: python.sif\n"
 DIGEST = "sha256:" + "0" * 64
-AGENTS = "debootstrap, docker, docker-archive, localimage, oci, oci-archive, oras, scratch"
+AGENTS = "busybox, debootstrap, docker, docker-archive, localimage, oci, oci-archive, oras, scratch"
 
 
 def read(tmp_path: Path, text: str, **arguments: str) -> Definition:
