@@ -111,7 +111,7 @@ def _bind(stage: Stage, definition: Definition, recipe_folder: Path, stack: Stac
     if stage.parent is None and hasattr(agent, "image_file"):
         path = sources.check(
             definition.root / agent.image_file(stage.header),
-            f"{definition.path}:{_line_of_from(definition.text)}: From",
+            f"{definition.path}:{_line_of('From', definition.text)}: From",
         )
         digest = agent.file_digest(path, stage.header, stack.arch)
         return replace(stage, header={**stage.header, "file": str(path), "digest": digest})
@@ -122,7 +122,8 @@ def _bind(stage: Stage, definition: Definition, recipe_folder: Path, stack: Stac
         sources.check(path)
         digests = read_bases_lock(path, _name_of(path, stack)).get(reference, {})
         if stack.platform not in digests:
-            raise _unlocked(reference, definition, path, digests, stack)
+            key = "From" if stage.header["from"] else "MirrorURL"
+            raise _unlocked(f"{key}: {reference}", definition, path, digests, stack)
         reference = f"{reference}@{digests[stack.platform]}"
     header = {name: value for name, value in stage.header.items() if name not in _PREFIXES}
     return replace(stage, header={**header, "from": reference})
@@ -134,9 +135,9 @@ def _name_of(path: Path, stack: Stack) -> str:
 
 
 def _unlocked(
-    reference: str, definition: Definition, path: Path, digests: Mapping[str, str], stack: Stack
+    named: str, definition: Definition, path: Path, digests: Mapping[str, str], stack: Stack
 ) -> DefinitionError:
-    where = f"{definition.path}:{_line_of_from(definition.text)}: From: {reference}"
+    where = f"{definition.path}:{_line_of(named.partition(':')[0], definition.text)}: {named}"
     name = shlex.quote(_name_of(path, stack))
     if digests:
         return DefinitionError(
@@ -150,6 +151,6 @@ def _unlocked(
     )
 
 
-def _line_of_from(text: str) -> int:
+def _line_of(key: str, text: str) -> int:
     lines = enumerate(text.split("\n"), 1)
-    return next((number for number, line in lines if re.match(r"[ \t]*from[ \t]*:", line, re.IGNORECASE)), 1)
+    return next((number for number, line in lines if re.match(rf"[ \t]*{key}[ \t]*:", line, re.IGNORECASE)), 1)

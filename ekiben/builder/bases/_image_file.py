@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,14 +35,23 @@ def path_of(header: Mapping[str, str]) -> str:
 def image_digest(path: Path, header: Mapping[str, str], arch: str, open_image: Open) -> str:
     """Return the digest of the image that From: names. Raises DefinitionError for what is no such base."""
     try:
-        with open_image(path, header["from"].partition(":")[2], f"linux/{arch}") as image:
-            if image.config.architecture not in (arch, ""):
-                raise DefinitionError(
-                    f"From: {path} is an image for {image.config.architecture}, and the stack's is {arch}"
-                )
-            return image.digest
+        index = path / "index.json"
+        status = (index if index.is_file() else path).stat()
+        version = status.st_ino, status.st_size, status.st_mtime_ns
+        return _digest(path, header["from"].partition(":")[2], arch, open_image, version)
     except (OSError, ValueError, FetchError) as error:
         raise DefinitionError(f"From: {path}: {_reason(error)}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(path: Path, name: str, arch: str, open_image: Open, version: tuple[int, int, int]) -> str:
+    """Return the digest; of a file that stays the same (``version``), it is read once in a process."""
+    with open_image(path, name, f"linux/{arch}") as image:
+        if image.config.architecture not in (arch, ""):
+            raise DefinitionError(
+                f"From: {path} is an image for {image.config.architecture}, and the stack's is {arch}"
+            )
+        return image.digest
 
 
 def image_file_entries(layer: Layer, staging: Path, notes: dict[str, Any], open_image: Open) -> Iterator[LayerEntry]:

@@ -69,3 +69,20 @@ def test_a_build_argument_takes_no_default(sample: SampleRecipe) -> None:
         resolve(recipe, arch="amd64", arguments={"suite": "bookworm"})
     with pytest.raises(DefinitionError, match="argument 'greetin' is bound but no layer"):
         resolve(recipe, arch="amd64", arguments={**arguments, "greetin": "x"})
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("Bootstrap: docker\nFrom: two:2\n", r"ground\.def:2: From: two:2 is not locked"),
+        ("Bootstrap: oras\nFrom: r.example.org/two:2\n", r"ground\.def:2: From: oras://r.example.org/two:2 is not"),
+        (
+            "Bootstrap: busybox\n\nMirrorURL: https://m.example.org/busybox\n",
+            r"ground\.def:3: MirrorURL: https://m.example.org/busybox is not locked",
+        ),
+    ],
+)
+def test_what_is_not_locked_is_named_with_its_line(locked: SampleRecipe, header: str, message: str) -> None:
+    locked.write("images/ground.def", header)
+    with pytest.raises(DefinitionError, match=message):
+        resolve(find_recipe(str(locked.path)), arch="amd64")
