@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from ekiben.builder.bases import load_base
-from ekiben.core.plugins import names
 from ekiben.formats.sif import read_sif
-from ekiben.spec.definition import BASES, BASES_GROUP
+from ekiben.spec.definition import BASES_GROUP, SCRATCH, agent_names
 from support.sample_recipe import RECIPE, STACK, RunCli
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -23,15 +22,15 @@ from ekiben.formats.layer import Entry
 
 
 def header_problems(header):
-    return [] if header.get("from") else ["Bootstrap: scratch needs 'From:'"]
+    return [] if header.get("from") else ["Bootstrap: lab needs 'From:'"]
 
 
 def key_inputs(header):
-    return {"bootstrap": "scratch", "from": header["from"]}
+    return {"bootstrap": "lab", "from": header["from"]}
 
 
 def entries(layer, staging, notes, sources, log):
-    notes["executor"] = "scratch"
+    notes["executor"] = "lab"
     yield Entry("", "dir", mtime=layer.epoch), None
     yield Entry("word", "file", 0o644, mtime=layer.epoch, size=5), [layer.stage.header["from"].encode()]
 '''
@@ -92,30 +91,28 @@ def test_a_folder_is_enough_for_a_stack(project: Path, run_cli: RunCli) -> None:
     assert "no stack 'latr'. Did you mean 'later'?" in stderr
 
 
-def image_with_scratch(project: Path, run_cli: RunCli, **env: str) -> None:
-    (project / "images/low.def").write_text("Bootstrap: scratch\nFrom: hello\n")
+def image_with_lab(project: Path, run_cli: RunCli, **env: str) -> None:
+    (project / "images/low.def").write_text("Bootstrap: lab\nFrom: hello\n")
     out = project / "small.sif"
     argv = ("--store", project / "store", "image", "small", "--format", "sif", "--no-verify", "-o", out)
     run_cli(*argv, root=project, env=env)
     assert len(read_sif(out).layers) == 2
-    (project / "images/low.def").write_text("Bootstrap: scratch\n")
-    assert (
-        "low.def:1: Bootstrap: scratch needs 'From:'" in run_cli("plan", "small", root=project, env=env, code=3).stderr
-    )
+    (project / "images/low.def").write_text("Bootstrap: lab\n")
+    assert "low.def:1: Bootstrap: lab needs 'From:'" in run_cli("plan", "small", root=project, env=env, code=3).stderr
 
 
 def test_a_module_is_enough_for_a_base(project: Path, run_cli: RunCli) -> None:
-    (project / "ekiben/builder/bases/scratch.py").write_text(AGENT)
-    image_with_scratch(project, run_cli)
+    (project / "ekiben/builder/bases/lab.py").write_text(AGENT)
+    image_with_lab(project, run_cli)
 
 
 def test_a_distribution_can_offer_a_base(project: Path, tmp_path: Path, run_cli: RunCli) -> None:
     info = tmp_path / "lib/lab_bases-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lab-bases\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{BASES_GROUP}]\nscratch = lab_bases\n")
+    (info / "entry_points.txt").write_text(f"[{BASES_GROUP}]\nlab = lab_bases\n")
     (tmp_path / "lib/lab_bases.py").write_text(AGENT)
-    image_with_scratch(project, run_cli, PYTHONPATH=str(tmp_path / "lib"))
+    image_with_lab(project, run_cli, PYTHONPATH=str(tmp_path / "lib"))
 
 
 def test_unknown_base_names_the_nearest(project: Path, run_cli: RunCli) -> None:
@@ -124,11 +121,11 @@ def test_unknown_base_names_the_nearest(project: Path, run_cli: RunCli) -> None:
     assert "low.def:1: 'Bootstrap: dokcer' is not supported. Did you mean 'docker'?" in told
 
 
-@pytest.mark.parametrize("name", names(BASES, BASES_GROUP))
+@pytest.mark.parametrize("name", agent_names())
 def test_every_base_fits_the_protocol(name: str) -> None:
     base = load_base(name)
-    assert base.header_problems({"bootstrap": name})
+    assert bool(base.header_problems({"bootstrap": name})) == (name != SCRATCH)
     header = {"bootstrap": name, "from": "x", "osversion": "x", "mirrorurl": "m", "digest": "sha256:x"}
-    assert base.key_inputs(header)["bootstrap"] == name
+    assert base.key_inputs(header)["bootstrap"] == name.removesuffix("-archive" if name == "oci-archive" else "")
     assert "mirrorurl" not in base.key_inputs(header)
     assert callable(base.entries)
