@@ -1,6 +1,7 @@
 """Provide causal language models: devices, loading, adapters, architectures, attention, loss, kernels and costs."""
 
 __all__ = [
+    "activations",
     "adapter",
     "architecture",
     "architectures",

@@ -51,36 +51,36 @@ def _count(model: Any, longest: int, dtype: torch.dtype, *, compiled: bool) -> f
             one, two = (
                 _saved_compiled(model, dtype, length) if grows or length == _LENGTHS[1] else 0.0 for length in _LENGTHS
             )
-    slope = (two - one) / (_LENGTHS[1] - _LENGTHS[0]) if grows else 0.0
-    return two + slope * (max(longest, 1) - _LENGTHS[1])
+    growth = (two - one) / (_LENGTHS[1] - _LENGTHS[0]) if grows else 0.0
+    return two + growth * (max(longest, 1) - _LENGTHS[1])
 
 
 def _saved_compiled(model: Any, dtype: torch.dtype, length: int) -> float:
     """Return the bytes that each token adds to compiled blocks, as LossModule.compile_blocks() compiles them."""
-    made = _prepare(model, dtype)
-    causal = strip_adapter(made)
+    counted = _prepare(model, dtype)
+    causal = strip_adapter(counted)
     torch._dynamo.reset()
     try:
-        compile_patches.prepare(made, causal.get_submodule(find_body_path(causal)))
+        compile_patches.prepare(counted, causal.get_submodule(find_body_path(causal)))
         for block in list_blocks(causal):
             # Sizes left open keep the same, and take ten times as long to trace.
             block.compile(dynamic=False, backend=_BACKEND)
-        return _saved(made, length)[0] / length
+        return _saved(counted, length)[0] / length
     finally:
         torch._dynamo.reset()
 
 
 def _prepare(model: Any, dtype: torch.dtype) -> Any:
     """Return a copy on the meta device whose attention saves what kernels on a GPU do."""
-    made = copy.deepcopy(model).to("meta", dtype).train()
-    causal = strip_adapter(made)
+    counted = copy.deepcopy(model).to("meta", dtype).train()
+    causal = strip_adapter(counted)
     proof = verify(causal.config)
     attach_masks(causal, proof)
     causal.set_attn_implementation(_COUNTED if proof.implementation in (ATTENTION, "sdpa") else proof.implementation)
     modules = (causal.get_input_embeddings(), *list_blocks(causal))
     if not any(p.requires_grad for module in modules for p in module.parameters()):
         modules[0].register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    return made
+    return counted
 
 
 def _saved(model: Any, length: int) -> tuple[int, int]:
@@ -105,18 +105,18 @@ def _identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-@torch.library.custom_op("ekiben::counted_attention", mutates_args=())
+@torch.library.custom_op("ekiben::counted_attention", mutates_args=())  # type: ignore[untyped-decorator]  # torch has no types here
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an attention's result and the logarithms of its sums, as flash kernels have them."""
     raise NotImplementedError
 
 
-@_attention.register_fake
+@_attention.register_fake  # type: ignore[untyped-decorator]  # torch has no types here
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty(*query.shape[:-1], value.shape[-1]), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("ekiben::counted_attention_backward", mutates_args=())
+@torch.library.custom_op("ekiben::counted_attention_backward", mutates_args=())  # type: ignore[untyped-decorator]  # torch has no types here
 def _attention_backward(
     gradient: torch.Tensor, saved: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ def _attention_backward(
     raise NotImplementedError
 
 
-@_attention_backward.register_fake
+@_attention_backward.register_fake  # type: ignore[untyped-decorator]  # torch has no types here
 def _(gradient: torch.Tensor, saved: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(saved[0]), torch.empty_like(saved[1]), torch.empty_like(saved[2])
 
