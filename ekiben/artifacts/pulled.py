@@ -100,7 +100,7 @@ def _left_to_engine(sif: Path, engine: str) -> PulledImage:
 
 def _folder(store: Store) -> Path:
     """Return the folder of pulled images, made where it is not there, for this user alone. Raises StoreError."""
-    folder = store.cache / PULLED
+    folder = store.downloads / PULLED
     try:
         make_folders(folder.parent)
         folder.mkdir(0o700, exist_ok=True)

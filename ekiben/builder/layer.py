@@ -264,7 +264,7 @@ class LayerBuilder:
         files = [file for file in files if file not in wheels]
         environment: Mapping[str, str] = {}
         if source:  # code that nobody here wrote: it gets neither the host's settings nor the network
-            mount_source(source, self._stack, mount / "source", self.store.cache, folder)
+            mount_source(source, self._stack, mount / "source", self.store.downloads, folder)
         else:
             environment = mount_wheels(wheels, mount, write_host_files(mount, self.sources))
         if self.uses_git:

@@ -124,7 +124,7 @@ class NamedImage:
 
 # ------------------------------------------------------------------------------------------------------- of a file
 
-PULLED = "pulled"  # the folder of registries' images in a store's cache
+PULLED = "pulled"  # the folder of registries' images in a store's downloads
 
 
 def is_published_file(sif: Path) -> bool:

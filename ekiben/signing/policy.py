@@ -112,7 +112,7 @@ class _Check:
         file, program = path.resolve(), command_name()
         if is_published_file(file):
             sign = f"{program} publish {file} --to {file.parents[2]} --sign publishes a signed version"
-        elif file.is_relative_to((self._store.cache / PULLED).resolve()):
+        elif file.is_relative_to((self._store.downloads / PULLED).resolve()):
             sign = f"{program} push {file} HOST/NAME:TAG --sign pushes a signed SIF"
         else:
             sign = f"{program} sign {path} --key FINGERPRINT"

@@ -103,6 +103,11 @@ class Store:
         return self.root.parent / ("cache" if os.geteuid() else "cache-root")
 
     @property
+    def downloads(self) -> Path:
+        """Sources of packages by their hash, and images by their digest: no script that builds a layer sees them."""
+        return self.root.parent / ("downloads" if os.geteuid() else "downloads-root")
+
+    @property
     def staging_root(self) -> Path:
         """Return the folder of all temporary folders."""
         return self.staging_area.folder.path

@@ -452,7 +452,7 @@ def removal_note(world: World) -> Case:
 
 def pulled_record(world: World) -> Case:
     """The records of images that were pulled from registries."""
-    sif = world.put(world.path(f"cache/pulled/{'0' * 64}.sif"), b"content")
+    sif = world.put(world.path(f"downloads/pulled/{'0' * 64}.sif"), b"content")
     state = {"stat": "1", "header": "0" * 64, "sha256": "0" * 64}
     record = {"digest": f"sha256:{'0' * 64}", "state": state, "engine": ""}
     tag = {"digest": f"sha256:{'0' * 64}", "asked": "2026-11-27T00:00:00.000+00:00"}

@@ -67,7 +67,7 @@ def test_sif_is_pulled_once(files_only: SampleRecipe, builder: Store, user: Stor
         first = find(f"oras://{proxy.host}/lab/own:1", user)
         assert first.sif.read_bytes() == (tmp_path / "own.sif").read_bytes()
         assert (first.name, first.tasks, first.note) == (image_of(files_only, builder).name, {"greet": "single"}, "")
-        assert first.sif.parent == user.cache / "pulled"
+        assert first.sif.parent == user.downloads / "pulled"
         pulled = proxy.passed_down
         assert pulled > first.sif.stat().st_size
         again = find(f"{proxy.host}/lab/own:1", user)
@@ -119,8 +119,8 @@ def test_damage_is_repaired(files_only: SampleRecipe, builder: Store, user: Stor
 
 
 def test_folder_of_everybody_is_refused(user: Store, host: str) -> None:
-    (user.cache / "pulled").mkdir(parents=True)
-    (user.cache / "pulled").chmod(0o777)
+    (user.downloads / "pulled").mkdir(parents=True)
+    (user.downloads / "pulled").chmod(0o777)
     with pytest.raises(StoreError, match="can be written by others"):
         find(f"oras://{host}/lab/own:1", user)
 
@@ -189,7 +189,7 @@ def test_commands_take_a_reference(
     run_cli(*argv, "diff", reference, reference)
     run_cli(*argv, "sbom", reference, "-o", tmp_path / "x.json")
     dry = run_cli(*argv, "run", "--runtime", "apptainer", "--dry-run", reference, "greet").stdout
-    assert str(user.cache / "pulled") in dry
+    assert str(user.downloads / "pulled") in dry
     wrong = run_cli(*argv, "run", "--dry-run", reference, "grete", code=2).stderr
     assert "has no task 'grete'" in wrong
     assert "is not signed" in run_cli(*argv, "verify", reference, code=8).stderr

@@ -50,7 +50,7 @@ def change_packages(context: Context, arguments: tuple[str, ...], change: Change
         lines = change_debian(recipe, packages, removes=removes, options=ChangeOptions(is_dry=is_dry))
     else:
         build = None if is_dry else source_builder(context.store, Options(engine=options["engine"]), context.progress)
-        settings = SourceSettings(build, context.store.cache, options["only_binary"])
+        settings = SourceSettings(build, context.store.downloads, options["only_binary"])
         lines = change(
             recipe, packages, ChangeOptions(is_dry=is_dry, is_locked=not options["no_lock"], settings=settings)
         )

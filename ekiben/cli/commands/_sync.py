@@ -64,4 +64,6 @@ def _settings(context: Context, engine: str) -> SourceSettings:
     from ekiben.builder.build import Options
     from ekiben.project.sources import SourceSettings, source_builder
 
-    return SourceSettings(source_builder(context.store, Options(engine=engine), context.progress), context.store.cache)
+    return SourceSettings(
+        source_builder(context.store, Options(engine=engine), context.progress), context.store.downloads
+    )

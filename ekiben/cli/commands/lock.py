@@ -106,7 +106,7 @@ def command(
         return
     if recipe:
         build = None if check else source_builder(context.store, Options(engine=engine), context.progress)
-        settings = SourceSettings(build, context.store.cache, only_binary)
+        settings = SourceSettings(build, context.store.downloads, only_binary)
         lines = lock_recipe(recipe, check=check, keep=keep, arch=arch, settings=settings)
     else:
         refuse_ignored("is for a recipe of your own; a stack locks wheels alone", "only_binary", "engine")

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.builder.layer import prepare_job
 from ekiben.core.errors import CorruptBlob, StoreError, UsageError
 from ekiben.core.files import digest_of
 from ekiben.core.inner_path import InnerPath
+from ekiben.executors import Script
 from ekiben.formats.oci import MEDIA_MANIFEST, store_manifest
 from ekiben.store import Store, StoredLayer, damaged_records, prune
 from ekiben.store._blobs import identity
@@ -478,3 +480,11 @@ def test_nobody_else_writes_or_enters_a_new_store(tmp_path: Path, umask: int) ->
         os.umask(former)
     assert stat.S_IMODE(store.root.stat().st_mode) == 0o700
     assert [path for path in store.root.rglob("*") if path.stat().st_mode & 0o022] == []
+
+
+def test_scripts_of_layers_do_not_see_downloads(store: Store, tmp_path: Path) -> None:
+    """What another build takes by its name alone, and what a policy trusts."""
+    (tmp_path / "staging").mkdir()
+    job = prepare_job(Script("x", "true\n", {}), [], store, tmp_path / "staging", log=print)
+    assert job.cache == store.cache
+    assert not store.downloads.is_relative_to(job.cache)
