@@ -698,7 +698,7 @@ def upload_to(url: str, folder: Path, name: str, token: str, home: Path) -> subp
     env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     env |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
     env["PYTHONPATH"] = os.pathsep.join([*SCRIPTS, *filter(None, [os.environ.get("PYTHONPATH")])])
-    argv = [sys.executable, f"{SCRIPTS[1]}/upload.py", "--input", str(folder), "--name", name, "--prompt", "富士山は"]
+    argv = [sys.executable, f"{SCRIPTS[0]}/upload.py", "--input", str(folder), "--name", name, "--prompt", "富士山は"]
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 

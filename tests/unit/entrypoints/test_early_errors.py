@@ -163,7 +163,13 @@ CASES: dict[str, tuple[Path, list[tuple[list[str], str]]]] = {
             (["--set", "train.lora.r=0"], "setting lora.r"),
         ],
     ),
-    "upload.py": (GPT, [(["--input", "nope", "--name", "a/b", "--dry-run"], "no config.json there")]),
+    "upload.py": (
+        FINETUNE,
+        [
+            (["--input", "nope", "--name", "a/b", "--dry-run"], "no config.json there"),
+            (["--input", "adapter", "--name", "a/b", "--dry-run"], NO_MODEL),
+        ],
+    ),
 }
 EACH = [
     pytest.param(task, recipe, arguments, message, id=" ".join([task, *arguments[-2:]]).replace(str(ROOT), ""))

@@ -1,7 +1,6 @@
-"""Put a converted or fine-tuned model on the hub, after it has generated, and see that what is there generates the
-same.
+"""Put a model or an adapter on the hub, after it has generated, and see that what is there generates the same.
 
-upload --input converted --name you/gpt-0.125B --dry-run
+upload --input result/adapter --name you/open-calm-3b-lora --dry-run
 HF_TOKEN=hf_... upload --input converted --name you/gpt-0.125B --prompt "Once upon a time,"
 """
 
@@ -13,10 +12,12 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ekiben_tasks.task import caches, command
+from ekiben_tasks.task.adapter_folder import read_base
 from ekiben_tasks.task.errors import SettingError, TaskError
-from ekiben_tasks.task.hub import format_hub_error, format_upload_error
+from ekiben_tasks.task.hub import format_hub_error, format_upload_error, is_hub_model
 
 # Of an earlier upload: loaders take model.safetensors before the shards of a model that has grown. Other files of the
 # repository stay.
@@ -27,7 +28,9 @@ _WEIGHTS = [
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "pytorch_model-*-of-*.bin",
+    "adapter_model.bin",
 ]
+_FOLDERS = ("converted", "merged", "result/model", "result/adapter")  # what other tasks write
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
@@ -41,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         TaskError: there is no model or no token, the model generates nothing, or the hub refuses it or has another one.
     """
     args = _parse(arguments)
+    args.input = args.input or next((Path(each) for each in _FOLDERS if Path(each).is_dir()), Path(_FOLDERS[0]))
     if not _NAME.fullmatch(args.name):
         raise SettingError(f"--name {args.name}: write it as OWNER/NAME, for example you/gpt-0.125B")
-    if not (args.input / "config.json").is_file():
-        raise TaskError(f"{args.input.absolute()}: no config.json there; convert and sft write such a folder")
+    _check_folder(args.input)
     if outside := _leads_outside(args.input):
         raise TaskError(
             f"{outside}: is a link that leads out of {args.input.absolute()}; what it leads to would be uploaded."
@@ -82,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def generate(model_name: str, prompt: str) -> str:
-    """Return what the model generates greedily after ``prompt``. model_name: a folder or a hub id. At most 50 tokens.
+    """Return what the model generates greedily after ``prompt``, at most 50 tokens. model_name: a folder, which may
+    hold an adapter, or a hub id.
 
     Raises:
         TaskError: the model cannot be loaded, or generates nothing.
@@ -90,6 +94,11 @@ def generate(model_name: str, prompt: str) -> str:
     import torch
     import transformers
 
+    if (Path(model_name) / "adapter_config.json").is_file():
+        from ekiben_tasks.models.adapter import load_ready
+        from ekiben_tasks.models.device import choose_device
+
+        return _continue(*load_ready("", model_name, choose_device("cpu")), model_name, prompt)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -97,17 +106,41 @@ def generate(model_name: str, prompt: str) -> str:
         )
     except Exception as error:
         raise TaskError(format_hub_error(error, model_name, "model")) from error
+    return _continue(model, tokenizer, model_name, prompt)
+
+
+def _continue(model: Any, tokenizer: Any, model_name: str, prompt: str) -> str:
+    import torch
+
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     if not ids.numel():
         raise SettingError(f"--prompt {prompt!r}: has no tokens; give a text to continue")
     with torch.no_grad():
-        longer = model.generate(ids, max_new_tokens=50, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+        longer = model.generate(input_ids=ids, max_new_tokens=50, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     text = tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
     if not text:
         raise TaskError(
             f"model {model_name}: generates nothing after {prompt!r}; is it trained? nothing is uploaded like this"
         )
     return str(text)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise TaskError for a folder without a model or adapter, and for an adapter whose base nobody else has."""
+    if (folder / "config.json").is_file():
+        return
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file():
+        raise TaskError(
+            f"{folder.absolute()}: no config.json there, and no adapter_config.json; name the folder of a model or an"
+            " adapter with --input"
+        )
+    base = read_base(adapter)
+    if not is_hub_model(base):
+        raise TaskError(
+            f"{adapter}: names the folder {base} as its base, which is on this machine alone; upload what `merge`"
+            " writes, or train the adapter with the hub's name of the model"
+        )
 
 
 def _leads_outside(folder: Path) -> Path | None:
@@ -154,7 +187,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="upload", description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--input", type=Path, metavar="DIR", default=Path("converted"), help="default: converted")
+    parser.add_argument("--input", type=Path, metavar="DIR", help=f"default: the first of {', '.join(_FOLDERS)}")
     parser.add_argument("--name", required=True, metavar="OWNER/NAME", help="of the model on the hub")
     parser.add_argument("--prompt", default="Once upon a time,", metavar="TEXT", help="the text to continue")
     parser.add_argument("--private", action="store_true", help="a repository only you can see")
