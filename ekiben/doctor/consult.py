@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _EXPECTED = re.compile(r"^memory\s+([\d.]+) GiB expected", re.MULTILINE)  # as the tasks print it
 
+_ANOTHER_BASE = "stand on another image: this torch is of no stack here"
 IMAGE_RULES: tuple[Rule, ...] = (nodes.architecture, *device_code.RULES, *runtimes.RULES, *nodes.RULES)
 CPU_RULES: tuple[Rule, ...] = (nodes.architecture, *runtimes.RULES)
 STACK_RULES = device_code.RULES
@@ -59,20 +60,28 @@ def check_image(
     """Check whether ``image`` runs on a node of ``site``. ``stacks``: alternatives; not ``gpu``: without GPUs;
     ``is_here``: see CheckedImage.
     """
-    checked = CheckedImage(image, device_code.better_stack(site.node, stacks), is_here)
+    instead = device_code.better_stack(site.node, stacks) if _is_of(stacks, image) else _ANOTHER_BASE
+    checked = CheckedImage(image, instead, is_here)
     return check(IMAGE_RULES if gpu else CPU_RULES, site, checked)
+
+
+def _is_of(stacks: Sequence[StackFile], image: ImageRequirements) -> bool:
+    """Return whether an image's torch is that of a stack, which --stack may change; a base's is not."""
+    public = (image.torch or "").partition("+")[0]
+    return not public or not stacks or public in [stack.torch.partition("+")[0] for stack in stacks]
 
 
 def declared_requirements(stack: StackFile, arch: str, partitions: int, *, gpu: bool = True) -> ImageRequirements:
     """Return the requirements of an image that is not built yet, as its stack.yaml declares them."""
-    libraries = {f"{stack.name}/stack.yaml": DeviceCode({device_code.declared_code(stack): 1})} if gpu else {}
+    declared = device_code.declared_code(stack)
+    libraries = {f"{stack.name}/stack.yaml": DeviceCode({declared: 1})} if gpu and declared else {}
     return ImageRequirements(
         name=f"stack {stack.name}",
         size=0,
         partitions=partitions,
         arch=arch,
-        cuda=stack.cuda if gpu else None,
-        torch=stack.torch if gpu else None,
+        cuda=(stack.cuda or None) if gpu else None,
+        torch=(stack.torch or None) if gpu else None,
         glibc=None,
         compat=None,
         network=(),

@@ -50,6 +50,8 @@ class PackageSources:
 def site_sources(stack: Stack, mirror: str | None) -> PackageSources:
     """Return the site's mirrors and indexes, then the snapshot archive for versions that the mirror no longer has."""
     lock = stack.apt_lock()
+    if not stack.file.suite:  # of a base of others, which has sources of its own
+        return PackageSources("", "", lock.packages)
     if sources := apt_sources(stack.file.suite, mirror):
         log_decision(
             "Debian mirror", sources.splitlines()[0], "requested" if mirror else "of this machine's apt or mmdebstrap"

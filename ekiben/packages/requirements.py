@@ -9,12 +9,14 @@ project and this interpreter instead.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,15 @@ from uv import find_uv_bin
 from ekiben.core.errors import DefinitionError
 from ekiben.core.files import read_source
 from ekiben.core.process import Argv, run
+from ekiben.spec.base_packages import BasePackage
 from ekiben.spec.source_folders import SourceFolders, local_path
 from ekiben.spec.sources import is_subdirectory
 from ekiben.spec.stack import Stack
 
-_PLATFORMS = {"amd64": "x86_64-manylinux_2_28", "arm64": "aarch64-manylinux_2_28"}  # as uv names them
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+_LIBC = "glibc 2.28"  # the oldest that images of Ekiben's own have to run on
+_MANYLINUX = (17, 28, *range(31, 41))  # versions 2.N of glibc that uv knows as platforms
+_EXTRA = re.compile(r"""extra == ["']([\w.-]+)""")
 _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 _OPTION = re.compile(
     r"(?P<name>-i|-f|--index-url|--extra-index-url|--find-links)(?:=|\s+)(?P<index>\S+)|--pre|--prefer-binary"
@@ -109,6 +115,7 @@ class RequirementsFile:
     """A requirements file that was read and checked. ``options`` are those of indexes, as uv takes them;
     ``exclude_newer`` is the date of its comment, "" without one; ``git`` are those of git repositories.
     ``local`` are folders. ``constraints`` are lines of files after ``-c``, ``files`` all files that were read.
+    ``installed``: packages of a base, which no index need have, and of which an index may say something else.
     """
 
     options: tuple[str, ...]
@@ -118,6 +125,7 @@ class RequirementsFile:
     constraints: tuple[Requirement, ...] = ()
     files: tuple[Path, ...] = ()
     local: tuple[LocalRequirement, ...] = ()
+    installed: tuple[BasePackage, ...] = ()
 
     @property
     def text(self) -> str:
@@ -372,8 +380,44 @@ def run_uv(arguments: Argv, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def python_options(stack: Stack) -> list[str]:
-    """Return uv's options for the stack's Python."""
-    return ["--python-version", stack.file.python, "--python-platform", _PLATFORMS[stack.arch]]
+    """Return uv's options for the stack's Python and C library. Raises DefinitionError for one that no wheel is for."""
+    return ["--python-version", stack.file.python, "--python-platform", _python_platform(stack)]
+
+
+def _python_platform(stack: Stack) -> str:
+    """Return the newest platform that uv knows and that the stack's C library runs."""
+    machine, libc = _MACHINES[stack.arch], stack.file.libc or _LIBC
+    if libc == "musl":
+        return f"{machine}-unknown-linux-musl"
+    major, minor = map(int, libc.removeprefix("glibc ").split("."))
+    fitting = [known for known in _MANYLINUX if (2, known) <= (major, minor)]
+    if not fitting:
+        raise DefinitionError(f"{stack.folder / 'stack.yaml'}: libc: {libc}: wheels need glibc 2.17 or later")
+    return f"{machine}-manylinux_2_{max(fitting)}"
+
+
+def _write_installed(installed: Iterable[BasePackage], folder: Path) -> list[str]:
+    """Let uv know of a base's packages as they are: a wheel without content for each, and its metadata in uv's
+    settings, which hold also where an index has the same version. Return uv's options.
+    """
+    wheels, settings = folder / "base", []
+    for package in installed:
+        wheels.mkdir(exist_ok=True)
+        name = package.name.replace("-", "_")
+        info = f"{name}-{package.version}.dist-info"
+        with zipfile.ZipFile(wheels / f"{name}-{package.version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package.name}\nVersion: {package.version}\n"
+            )
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+            wheel.writestr(f"{info}/RECORD", "")
+        extras = sorted({extra for line in package.extras for extra in _EXTRA.findall(line)})
+        settings.append(
+            f"[[dependency-metadata]]\nname = {json.dumps(package.name)}\nversion = {json.dumps(package.version)}\n"
+            f"requires-dist = {json.dumps(package.extras)}\nprovides-extra = {json.dumps(extras)}\n"
+        )
+    (folder / "uv.toml").write_text("".join(settings), encoding="utf-8")
+    return ["--find-links", wheels.as_uri()] if settings else []
 
 
 def compile_lock(
@@ -401,7 +445,7 @@ def compile_lock(
         if old:
             out.write_text(old, encoding="utf-8")
         options = ["--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate"]
-        options += python_options(stack)
+        options += [*python_options(stack), *_write_installed(checked.installed, Path(folder))]
         # Without dependencies uv asks for no metadata, for which it would build a source distribution.
         options += ["--only-binary", ":all:"] if wheels_only else ["--no-deps"]
         options += ["--exclude-newer", checked.exclude_newer] if checked.exclude_newer else []

@@ -16,7 +16,7 @@ import tomllib
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -233,11 +233,14 @@ def lock_build(requires: Sequence[str], checked: RequirementsFile, below: str, s
     """
     if not requires:
         return ()
-    needed = RequirementsFile(checked.options, tuple(map(Requirement, requires)), checked.exclude_newer)
+    needed = RequirementsFile(
+        checked.options, tuple(map(Requirement, requires)), checked.exclude_newer, installed=checked.installed
+    )
     try:
         text = compile_lock(needed, stack, below=below, absent=[], old=below)
     except ProcessError:  # another setuptools than the layers have: the build gets its own
-        text, below = compile_lock(needed, stack, below="", absent=[], old=""), ""
+        alone = replace(needed, installed=())
+        text, below = compile_lock(alone, stack, below="", absent=[], old=""), ""
     known = {canonicalize_name(name) for name, _, _ in read_pins(below)}
     return tuple(
         " ".join([f"{name}=={version}", *(f"--hash=sha256:{digest}" for digest in hashes)])

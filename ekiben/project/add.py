@@ -36,6 +36,7 @@ from ekiben.packages.requirements import (
     read_requirements,
     requirement_lines,
 )
+from ekiben.project.base import known_base
 from ekiben.project.lock import Edits, definitions_below, lock_recipe, read_below, requirements_of
 from ekiben.project.sources import SourceSettings
 from ekiben.spec.definition import Definition
@@ -211,7 +212,8 @@ def _apply(lists: _Lists, options: ChangeOptions, notes: Iterable[str]) -> Itera
 
 def _held_below(recipe: Recipe, names: Iterable[str]) -> Iterator[str]:
     """Yield a line for each package that a layer below has: it is not installed once more."""
-    below = read_below(recipe, _stack(recipe))
+    stack = _stack(recipe)
+    below = read_below(recipe, stack, known_base(recipe, definitions_below(recipe, stack)[0], stack))
     versions = below.versions
     for name in names:
         if name in versions:

@@ -13,12 +13,12 @@ from ekiben.spec.definition import read_definition
 from ekiben.spec.recipe import RecipeFile, recipe_folders
 from ekiben.spec.stack import find_stack
 
-_TEMPLATE = Path(__file__).with_name("template")
+TEMPLATE = Path(__file__).with_name("template")
 _IMAGES = PROJECT_ROOT / "images"
 _INSTALLER = "python"  # the layer that brings /opt/ekiben/install.py, which the new layer runs
 
 
-class _Text(string.Template):
+class TemplateText(string.Template):
     """Definition files and scripts have $ and {{ }} of their own."""
 
     delimiter = "@"
@@ -42,10 +42,10 @@ def create_recipe(folder: Path, *, layer: str = _INSTALLER, stack: str = "cu130"
         raise UsageError(f"{folder} exists and is not empty", hint="name a new folder")
     values = {"name": name, "layer": layer, "stack": stack}
     texts: dict[str, str] = {}
-    for source in sorted(path for path in _TEMPLATE.rglob("*") if path.is_file()):
-        inside = str(source.relative_to(_TEMPLATE))
+    for source in sorted(path for path in TEMPLATE.rglob("*") if path.is_file()):
+        inside = str(source.relative_to(TEMPLATE))
         target = inside.replace("layer.def", f"{name}-packages.def").replace(".py.txt", ".py")
-        texts[target] = _Text(source.read_text(encoding="utf-8")).substitute(values)
+        texts[target] = TemplateText(source.read_text(encoding="utf-8")).substitute(values)
     with new_folder(folder) as fresh:
         for target, text in texts.items():
             (fresh / target).parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def check_name(name: str) -> None:
 
 def layer_text(values: Mapping[str, str]) -> str:
     """Return the definition file of the layer that installs a recipe's packages."""
-    return _Text((_TEMPLATE / "images/layer.def").read_text(encoding="utf-8")).substitute(values)
+    return TemplateText((TEMPLATE / "images/layer.def").read_text(encoding="utf-8")).substitute(values)
 
 
 def check_layer(layer: str) -> None:

@@ -16,6 +16,7 @@ from packaging.version import Version
 from ekiben.core.process import ProcessError
 from ekiben.packages.requirements import compile_lock
 from ekiben.project.sources import Resolution
+from ekiben.spec.base_packages import BasePackages
 from ekiben.spec.sources import Source
 from ekiben.spec.stack import read_pins
 
@@ -64,6 +65,16 @@ def find_constraints(message: str, by_layer: Mapping[str, str]) -> list[Constrai
     return sorted(constraints, key=lambda item: not item.asked)
 
 
+def find_limits(message: str, base: BasePackages | None) -> list[str]:
+    """Return the lines of a base's files of constraints that uv's message names, a sentence each."""
+    text = " ".join(message.split())
+    return [
+        f"{item.file} of the base has {item.line}"
+        for item in (base.limits if base else ())
+        if re.search(rf"(?<![\w.-]){re.escape(Requirement(item.line).name)}\s?[<>=!~]", text)
+    ]
+
+
 def find_ways_out(resolution: Resolution, alternatives: Callable[[], Iterator[Alternative]]) -> list[str]:
     """Return what would resolve the conflict, a sentence each; each was tried."""
     ways = []
@@ -82,7 +93,12 @@ def find_ways_out(resolution: Resolution, alternatives: Callable[[], Iterator[Al
 
 def find_held_back(resolution: Resolution, text: str, by_layer: Mapping[str, str]) -> list[str]:
     """Return a warning for each requirement that the layers below hold at a version far below the newest."""
-    requirements = [item for item in resolution.checked.requirements if not _is_exact(item)]
+    brought = {item.name for item in resolution.checked.installed}  # a base's own version is what one asked for
+    requirements = [
+        item
+        for item in resolution.checked.requirements
+        if not _is_exact(item) and canonicalize_name(item.name) not in brought
+    ]
     if not requirements or not resolution.below:
         return []
     checked = replace(resolution.checked, requirements=tuple(requirements), git=())

@@ -22,8 +22,10 @@ from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, U
 from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
 from ekiben.packages.requirements import RequirementsFile, read_requirements
-from ekiben.project.explain import Alternative, find_constraints, find_held_back, find_ways_out
+from ekiben.project.base import find_base
+from ekiben.project.explain import Alternative, find_constraints, find_held_back, find_limits, find_ways_out
 from ekiben.project.sources import Resolution, SourceSettings, resolve_packages
+from ekiben.spec.base_packages import SUFFIX, BasePackages
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, read_recipe
 from ekiben.spec.source_folders import follow
@@ -43,19 +45,22 @@ _CONVERTED = (  # files of other tools, and the command that writes requirements
     ("Pipfile.lock", "pipenv requirements > requirements.txt"),
     ("environment.yml", "copy the list below `- pip:` to requirements.txt; of conda's packages name those of PyPI"),
 )
+_MAX_LINES = 40  # of a message of uv that is printed
 _WHEEL = "org.ekiben.wheel"  # label of a build stage: the package that it compiles for the layer
 
 
 @dataclass(frozen=True, slots=True)
 class Below:
     """The packages of the layers below. ``pins`` is the text of their locks; ``compiled`` are packages that no index
-    has as a wheel, with their versions, "" where unknown; ``absent`` are requirements that the stack could not lock."""
+    has as a wheel, with their versions, "" where unknown; ``absent`` are requirements that the stack could not lock;
+    ``base`` is what a base of others brings, whose packages are in ``pins``, too."""
 
     layers: tuple[str, ...]
     pins: str
     compiled: Mapping[str, str]
     absent: tuple[str, ...]
     by_layer: Mapping[str, str]  # the same pins, of each layer
+    base: BasePackages | None = None
 
     @property
     def versions(self) -> dict[str, str]:
@@ -174,7 +179,8 @@ def _format_sums(
     ]
     home = follow(recipe.folder)
     inside = {recipe.folder / path.relative_to(home): path for path in read if path.is_relative_to(home)}
-    names = dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *inside, *locks))
+    lists = sorted((recipe.folder / "images").glob(f"*{SUFFIX}"))
+    names = dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *inside, *locks, *lists))
     real = {path: texts[end] for path, end in inside.items() if end in texts}
     return format_sums(recipe.folder, names, {**texts, **real})
 
@@ -195,7 +201,10 @@ def _lock_for(
     source = checked.files[0]
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
     target, old = arch_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
-    below = read_below(recipe, stack)
+    definitions = definitions_below(recipe, stack)
+    listed = find_base(recipe, definitions[0], stack, locked, settings.read_base)
+    below = read_below(recipe, stack, listed.packages if listed else None)
+    checked = _with_base(checked, below.base)
     _check_compiled(source, checked.requirements, below)
     kept = (old if keep else "") if target == shared else locked.get(shared, _read(shared))
     known = read_sources(sources_file(lock_for(shared, stack.arch)))
@@ -210,7 +219,7 @@ def _lock_for(
         keep=keep or target != shared,
     )
     pins, sources = _compile(source, resolution, below, settings)
-    if not pins:
+    if not pins and below.base is None:
         raise UsageError(
             f"{source}: asks for nothing that the layer '{below.layers[-1]}' does not have already",
             hint=(
@@ -218,6 +227,11 @@ def _lock_for(
                 f" {recipe.folder / 'images' / recipe.file.layer}.def"
             ),
         )
+    if listed:
+        old_list = locked.get(listed.path, _read(listed.path))
+        locked[listed.path] = listed.text
+        if old_list != listed.text:
+            yield f"{recipe.folder.name}/{listed.path.relative_to(recipe.folder)}: lists the packages of another image"
     locked[target] = (
         f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben"
         f" lock`\n{pins}"
@@ -278,8 +292,17 @@ def requirements_of(recipe: Recipe, edits: Collection[Path] = ()) -> Path:
     raise UsageError(f"{recipe.folder}: has no {' or '.join(REQUIREMENTS)} to lock", hint=convert)
 
 
-def read_below(recipe: Recipe, stack: Stack) -> Below:
-    """Read what the layers below the recipe's top layer install, from the lock files that their definitions copy.
+def _with_base(checked: RequirementsFile, base: BasePackages | None) -> RequirementsFile:
+    """Return requirements with what a base has and the constraints of its pip."""
+    if base is None:
+        return checked
+    constraints = (*checked.constraints, *(Requirement(item.line) for item in base.limits))
+    return replace(checked, installed=base.packages, constraints=constraints)
+
+
+def read_below(recipe: Recipe, stack: Stack, base: BasePackages | None = None) -> Below:
+    """Read what the layers below the recipe's top layer install, from the lock files that their definitions copy;
+    ``base`` is what the lowest one, a base of others, brings.
 
     Raises:
         DefinitionError: a definition is wrong, or a lock file below is missing.
@@ -299,13 +322,14 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
                     raise DefinitionError(f"{definition.path}: %files: {lock} is not there")
             text = "".join(map(read_source, locks))
             if stage is definition.final:
-                by_layer[definition.name] = text
+                brought = base.pins if base and definition is definitions[0] else ""
+                by_layer[definition.name] = brought + text
             elif name := stage.labels.get(_WHEEL):
                 versions = {canonicalize_name(pin): version for pin, version, _ in read_pins(text)}
                 compiled[canonicalize_name(name)] = versions.get(canonicalize_name(name), "")
     pins = "".join(by_layer.values())
     absent = tuple(line.removeprefix(UNLOCKED) for line in pins.splitlines() if line.startswith(UNLOCKED))
-    return Below(tuple(item.name for item in definitions), pins, compiled, absent, by_layer)
+    return Below(tuple(item.name for item in definitions), pins, compiled, absent, by_layer, base)
 
 
 def definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
@@ -354,10 +378,11 @@ def _compile(source: Path, resolution: Resolution, below: Below, settings: Sourc
 def _explained(source: Path, message: str, below: Below, resolution: Resolution) -> DefinitionError | FetchError:
     if "No solution found" in message and not re.search("fetch|network|could not be queried", message, re.IGNORECASE):
         constraints = [f"\n  {item}" for item in find_constraints(message, below.by_layer)]
+        constraints += [f"\n  {item}" for item in find_limits(message, below.base)]
         ways = find_ways_out(resolution, lambda: _alternatives(resolution, below)) if constraints else []
         return DefinitionError(
             f"{source} does not go with the layers {', '.join(below.layers)}, or an index has no wheel for"
-            f" it:{''.join(constraints)}\n{message}",
+            f" it:{''.join(constraints)}\n{_shorten(message)}",
             hint=(
                 "what works, as tried: " + "; or ".join(ways)
                 if ways
@@ -368,6 +393,15 @@ def _explained(source: Path, message: str, below: Below, resolution: Resolution)
     return FetchError(f"{source} could not be resolved:\n{message}")
 
 
+def _shorten(message: str) -> str:
+    """Return a message of uv without its middle, where it goes through hundreds of versions."""
+    lines = message.splitlines()
+    left_out = len(lines) - _MAX_LINES
+    if left_out <= 1:
+        return message
+    return "\n".join([*lines[: _MAX_LINES // 2], f"  … {left_out} lines …", *lines[-_MAX_LINES // 2 :]])
+
+
 def _alternatives(resolution: Resolution, below: Below) -> Iterator[Alternative]:
     """Yield other layers that the recipe's could stand on: its stack's lower ones, then the same ones of others."""
     recipe, stack = resolution.recipe, resolution.stack
@@ -376,7 +410,7 @@ def _alternatives(resolution: Resolution, below: Below) -> Iterator[Alternative]
         pins = "".join(below.by_layer.get(name, "") for name in below.layers[:end])
         if pins:
             yield Alternative(f"`From: {below.layers[end - 1]}.sif` in {definition}", pins, below.absent)
-    for other in stacks(recipe.image_folders, recipe.sources):
+    for other in stacks(recipe.image_folders, recipe.sources) if below.base is None else ():
         if other.name == stack.name or stack.arch not in other.file.architectures:
             continue
         with contextlib.suppress(DefinitionError):

@@ -38,6 +38,7 @@ from ekiben.packages.sources import (
     keep_folder,
     lock_build,
 )
+from ekiben.project.base import ReadBase
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.resolve.resolve import resolve_below
 from ekiben.resolve.sources import source_copies
@@ -59,12 +60,14 @@ BuildSource = Callable[[Recipe, Stack, Source], Source]  # raises LayerError, En
 @dataclass(frozen=True, slots=True)
 class SourceSettings:
     """How packages without a wheel are handled. ``build`` gives a source its wheel; None where nothing may be built.
-    ``cache`` is where archives are kept; ``only_binary`` refuses packages without a wheel.
+    ``cache`` is where archives are kept; ``only_binary`` refuses packages without a wheel. ``read_base`` reads a base
+    of others; None where nothing may be fetched.
     """
 
     build: BuildSource | None = None
     cache: Path | None = None
     only_binary: bool = False
+    read_base: ReadBase | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

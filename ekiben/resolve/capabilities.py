@@ -54,10 +54,13 @@ def filter_archs(stack: Stack, gpu_arch: str, folders: Sequence[Path]) -> Stack:
         raise UsageError(
             f"--gpu-arch {gpu_arch}: '{odd[0]}' is no compute capability", hint="write it as 8.0,9.0 or native"
         )
+    if not stack.file.cuda:
+        raise UsageError(f"--gpu-arch {gpu_arch}: the images of stack {stack.name} have no CUDA")
     known = known_capabilities(stack.file.cuda)
     for item in asked:
         if item not in known:
-            stack_names = [other.name for other in stacks(folders) if item in known_capabilities(other.file.cuda)]
+            usable = [other for other in stacks(folders) if other.file.cuda]
+            stack_names = [other.name for other in usable if item in known_capabilities(other.file.cuda)]
             raise UsageError(
                 f"--gpu-arch {item}: CUDA {stack.file.cuda} of stack {stack.name} does not know it; it knows"
                 f" {', '.join(known)}",

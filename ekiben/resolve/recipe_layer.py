@@ -33,7 +33,9 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """Add the last, small layer: the recipe's files, a command per task, and what runtimes read (/.singularity.d)."""
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
     files = shipped_files(recipe)
-    files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
+    python = resolved.stack.file.interpreter
+    commands = {name: _command(recipe, name, python) for name in recipe.file.tasks}
+    files += [File(f"/usr/local/bin/{name}", 0o755, content=content) for name, content in commands.items()]
     runscript = _last(resolved, "runscript")
     if not is_plain(runscript):
         files.append(File(_RUNSCRIPT, 0o755, content=runscript.encode()))
@@ -135,12 +137,14 @@ def _pins(file: File) -> list[tuple[str, str, list[str]]]:
     return read_pins(file.text())
 
 
-def _command(recipe: Recipe, name: str) -> bytes:
+def _command(recipe: Recipe, name: str, interpreter: str) -> bytes:
     task = recipe.task(name)
     if task.command:
         return _program(recipe, task)
     config = f" --config {_quoted(f'{RECIPE_HOME}/{task.config}')}" if task.config else ""
     python = 'python="/opt/venv/bin/python"; [ -x "$python" ] || python=python3'
+    if interpreter:
+        python = f'python="{interpreter}"'
     script = _quoted(f"{RECIPE_HOME}/entrypoints/{task.entrypoint}")
     return f'#!/bin/sh\n# {task.help}\n{python}\nexec "$python" {script}{config} "$@"\n'.encode()
 

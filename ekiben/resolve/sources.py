@@ -71,7 +71,7 @@ def _stage(layer: str, source: Source, state: ImageState, stack: Stack) -> Build
     inside = f"/{shlex.quote(source.subdirectory)}" if source.subdirectory else ""
     post = (
         "umask 022\n"
-        "python=/opt/venv/bin/python\n"
+        f"python={stack.file.interpreter or '/opt/venv/bin/python'}\n"
         f"$python -c 'import shutil, sys; shutil.unpack_archive(*sys.argv[1:])' {SOURCE}/{shlex.quote(source.file)}"
         " /tmp/source\n"
         "set -- /tmp/source/*\n"

@@ -1,5 +1,6 @@
 """Definition files, recipes and stacks: read and checked.
 
+base_packages   what the Python of a base brings: LAYER.packages.json
 bases_lock      which image of a registry a definition's tag names, as locked
 definition      a definition file of images/, and the agent of its ``Bootstrap:``
 definition_text its stages, headers and sections, and the values of its arguments
@@ -16,6 +17,7 @@ source_folders  where the files of a recipe may lie, and what the user includes 
 """
 
 __all__ = [
+    "base_packages",
     "bases_lock",
     "definition",
     "definition_apps",

@@ -20,12 +20,14 @@ from ekiben.spec.sums import check_sums
 UNLOCKED = "# not locked: "  # mark in a .lock file: a requirement that no index had
 _PIN = re.compile(r"([A-Za-z0-9][\w.-]*)==([^\s;]+)")
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+_INTERPRETER = re.compile(r"(/[\w.+-]+)+")  # a path that needs no quotes in a script
+_LIBC = re.compile(r"glibc \d{1,3}\.\d{1,3}|musl")
 _SNAPSHOT = re.compile(r"\d{8}T\d{6}Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFile:
-    """The content of a stack.yaml."""
+    """The content of a stack.yaml. ``cuda`` and ``torch`` are "" where the images have none."""
 
     name: str
     description: str
@@ -38,6 +40,8 @@ class StackFile:
     epoch: int
     architectures: tuple[str, ...] = ("amd64",)
     arguments: dict[str, str] = field(default_factory=dict)
+    interpreter: str = ""
+    libc: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.epoch < 2**32:
@@ -50,8 +54,8 @@ class StackFile:
             )
         versions = {
             "python": [self.python],
-            "cuda": [self.cuda],
-            "torch": [self.torch],
+            "cuda": [self.cuda] if self.cuda else [],
+            "torch": [self.torch] if self.torch else [],
             "compute_capabilities": self.compute_capabilities,
         }
         for name, values in versions.items():
@@ -60,6 +64,10 @@ class StackFile:
                     Version(value)
                 except InvalidVersion as error:
                     raise ValueError(f"{name}: should be a version (found: {value})") from error
+        if self.interpreter and not _INTERPRETER.fullmatch(self.interpreter):
+            raise ValueError(f"interpreter: should be a path such as /usr/bin/python3 (found: {self.interpreter})")
+        if self.libc and not _LIBC.fullmatch(self.libc):
+            raise ValueError(f"libc: should be 'glibc VERSION' or musl (found: {self.libc})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ READ_OTHERWISE = {
     "packages/edit_requirements.py edit_project project.read_text": "written by uv, which this process started",
     "packages/requirements.py compile_lock out.read_text": "written by uv, which this process started",
     "project/create.py create_recipe source.read_text": "the program's own templates",
-    "project/create.py layer_text (_TEMPLATE / 'images/layer.def').read_text": "the program's own templates",
+    "project/create.py layer_text (TEMPLATE / 'images/layer.def').read_text": "the program's own templates",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
     "resolve/render.py _write_files file.open": "File.open is open_regular",
     "run/contract.py shell_functions _SHELL_FUNCTIONS.read_text": "the program's own",

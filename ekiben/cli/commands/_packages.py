@@ -16,6 +16,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
 from ekiben.core.printable import printable
 from ekiben.project.add import ChangeOptions, change_debian
+from ekiben.project.base import base_reader
 from ekiben.project.lock import find_local_recipe
 from ekiben.project.sources import SourceSettings, source_builder
 from ekiben.spec.recipe import Recipe
@@ -49,8 +50,9 @@ def change_packages(context: Context, arguments: tuple[str, ...], change: Change
         removes = click.get_current_context().info_name == "remove"
         lines = change_debian(recipe, packages, removes=removes, options=ChangeOptions(is_dry=is_dry))
     else:
-        build = None if is_dry else source_builder(context.store, Options(engine=options["engine"]), context.progress)
-        settings = SourceSettings(build, context.store.downloads, options["only_binary"])
+        engine = None if is_dry else (context.store, Options(engine=options["engine"]), context.progress)
+        build, read = (source_builder(*engine), base_reader(*engine)) if engine else (None, None)
+        settings = SourceSettings(build, context.store.downloads, options["only_binary"], read)
         lines = change(
             recipe, packages, ChangeOptions(is_dry=is_dry, is_locked=not options["no_lock"], settings=settings)
         )

@@ -62,8 +62,8 @@ def _lock(context: Context, recipe: Recipe, engine: str) -> None:
 
 def _settings(context: Context, engine: str) -> SourceSettings:
     from ekiben.builder.build import Options
+    from ekiben.project.base import base_reader
     from ekiben.project.sources import SourceSettings, source_builder
 
-    return SourceSettings(
-        source_builder(context.store, Options(engine=engine), context.progress), context.store.downloads
-    )
+    engines = (context.store, Options(engine=engine), context.progress)
+    return SourceSettings(source_builder(*engines), context.store.downloads, read_base=base_reader(*engines))

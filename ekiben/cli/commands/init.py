@@ -3,7 +3,8 @@
 In a new folder it has a task that runs on a CPU in a second, and a layer for the packages of its requirements.txt. In
 the folder of a project the tasks are its scripts: recipe.yaml, a layer and a page are added, and nothing is changed.
 From a Dockerfile, its layers do what the Dockerfile says, and the files that it copies are in context/. From
-a definition file: that file, and what its %files copies.
+a definition file: that file, and what its %files copies. On an image of others, its layer adds what that image's Python
+lacks.
 
 \b
 Examples:
@@ -12,25 +13,34 @@ Examples:
   ekiben init . --dry-run                 of the project in this folder
   ekiben init mine --from ./Dockerfile --build-arg VERSION=2
   ekiben init mine --from solver.def
+  ekiben init mine --from docker://nvcr.io/nvidia/pytorch:25.10-py3
+  ekiben init mine --from ./base.sif --dry-run
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
+from ekiben.builder.build import Options
+from ekiben.cli.context import Context
 from ekiben.cli.options import Command, NameType, PathType, TextType, bind_arguments, refuse_ignored
 from ekiben.core.atomic import is_vacant
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
 from ekiben.core.paths import PROJECT_ROOT
+from ekiben.core.printable import printable
+from ekiben.project.base import base_reader
 from ekiben.project.create import create_recipe
 from ekiben.project.dockerfile import Conversion, convert, find_dockerfile
 from ekiben.project.existing import ProjectRecipe, plan_recipe, write_recipe
 from ekiben.project.from_definition import create_from_definition
+from ekiben.project.on_base import BaseRequest, create_on_base, find_base_request
 
 
 @click.command("init", cls=Command, help=__doc__)
@@ -39,10 +49,11 @@ from ekiben.project.from_definition import create_from_definition
     "--from",
     "source",
     type=NameType(),
-    metavar="LAYER|DOCKERFILE|FOLDER|FILE.def",
+    metavar="LAYER|IMAGE|DOCKERFILE|FOLDER|FILE.def",
     help=(
-        "The layer below the recipe's own: python, pytorch, huggingface, …; or a Dockerfile, the folder with one, or a"
-        " definition file. Default: python; of a project, the layer that has what it imports."
+        "The layer below the recipe's own: python, pytorch, huggingface, …; or an image as docker://HOST/NAME:TAG, or a"
+        " SIF; or a Dockerfile, the folder with one, or a definition file. Default: python; of a project, the layer"
+        " that has what it imports."
     ),
 )
 @click.option(
@@ -57,8 +68,13 @@ from ekiben.project.from_definition import create_from_definition
     "--stack", default="cu130", show_default=True, type=NameType(), metavar="STACK", help="The stack of versions."
 )
 @click.option("--name", type=NameType(), metavar="NAME", help="The name of a project's recipe. Default: its folder's.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written into a project, and write nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be written into a project, or on an image, and write nothing."
+)
+@click.pass_obj
 def command(
+    context: Context,
+    /,
     folder: Path,
     source: str | None,
     arguments: tuple[str, ...],
@@ -68,6 +84,11 @@ def command(
     dry_run: bool,
 ) -> None:
     """Write the files, and print what to do next."""
+    if source and (base := find_base_request(source, stack)) is not None:
+        refuse_ignored(f"is for a Dockerfile, and --from {source} is an image", "arguments", "target")
+        refuse_ignored(f"is for a project, and --from {source} is an image", "name")
+        _on_base(context, folder, replace(base, is_dry=dry_run))
+        return
     definition = Path(source) if source and source.endswith(".def") else None
     dockerfile = _dockerfile(source) if source and not definition else None
     if dockerfile is None:
@@ -76,7 +97,8 @@ def command(
     if not dockerfile and not definition and folder.is_dir() and not is_vacant(folder):
         _of_project(plan_recipe(folder, name=name or "", layer=source or "", stack=stack), folder, dry_run=dry_run)
         return
-    refuse_ignored("is for a folder with a project, of which a recipe is made there", "name", "dry_run")
+    refuse_ignored("is for a folder with a project, of which a recipe is made there", "name")
+    refuse_ignored("is for a folder with a project, of which a recipe is made there, or for an image", "dry_run")
     shown = shlex.quote(str(folder))
     notes: list[str] = []
     steps = [f"lock {shown}", f"build {shown}", f"run {shown}"]
@@ -96,14 +118,28 @@ def command(
 def _of_project(planned: ProjectRecipe, folder: Path, *, dry_run: bool) -> None:
     """Write the files of a project's recipe, or print what is in them."""
     if dry_run:
-        for path, text in planned.texts.items():
-            click.echo(f"{path}:")
-            click.echo("".join(f"    {line}\n" for line in text.splitlines()))
+        _show(planned.texts)
     else:
         write_recipe(planned)
     name = shlex.quote(str(folder) if "/" in str(folder) or str(folder) in (".", "..") else f"./{folder}")
     steps = [*([] if planned.is_locked else [f"lock {name}"]), f"build {name}", f"run {name} {planned.task}"]
     _report([] if dry_run else [str(path) for path in planned.texts], planned.notes, [] if dry_run else steps)
+
+
+def _on_base(context: Context, folder: Path, request: BaseRequest) -> None:
+    """Write the files of a recipe on an image of others, or print what is in them."""
+    created = create_on_base(folder, request, base_reader(context.store, Options(), context.progress))
+    if request.is_dry:
+        _show(created.texts)
+    name = " ".join(filter(None, [shlex.quote(str(folder)), request.include_option]))
+    steps = [f"lock {name}", f"build {name}", f"run {name} train"]
+    written = [] if request.is_dry else [str(path) for path in created.texts]
+    _report(written, map(printable, created.notes), [] if request.is_dry else steps)
+
+
+def _show(texts: Mapping[Path, str]) -> None:
+    for path, text in texts.items():
+        click.echo(f"{path}:\n{printable(textwrap.indent(text, '    '))}")
 
 
 def _report(written: Iterable[str], notes: Iterable[str], steps: Iterable[str]) -> None:

@@ -38,6 +38,7 @@ from ekiben.core.errors import LockMismatchError
 from ekiben.core.printable import printable
 from ekiben.packages.lock import open_stack, refresh, short_path
 from ekiben.packages.outdated import find_advisories, find_newer, read_locks
+from ekiben.project.base import base_reader
 from ekiben.project.lock import find_local_recipe, lock_recipe
 from ekiben.project.lock_bases import Bases, has_packages, lock_bases, outdated_bases, recipe_bases, stack_bases
 from ekiben.project.sources import SourceSettings, source_builder
@@ -105,8 +106,9 @@ def command(
     if recipe and bases.tags and not has_packages(recipe):
         return
     if recipe:
-        build = None if check else source_builder(context.store, Options(engine=engine), context.progress)
-        settings = SourceSettings(build, context.store.downloads, only_binary)
+        engines = None if check else (context.store, Options(engine=engine), context.progress)
+        build, read = (source_builder(*engines), base_reader(*engines)) if engines else (None, None)
+        settings = SourceSettings(build, context.store.downloads, only_binary, read)
         lines = lock_recipe(recipe, check=check, keep=keep, arch=arch, settings=settings)
     else:
         refuse_ignored("is for a recipe of your own; a stack locks wheels alone", "only_binary", "engine")

@@ -47,7 +47,7 @@ def declared_code(stack: StackFile) -> tuple[str, ...]:
 
 def better_stack(node: Node, stacks: Sequence[StackFile]) -> str | None:
     """Return the option that names the newest stack which these GPUs and this driver run."""
-    fitting = [stack for stack in stacks if _fits(node, stack)]
+    fitting = [stack for stack in stacks if stack.cuda and stack.torch and _fits(node, stack)]
     best = max(fitting, key=lambda stack: (version_of(stack.cuda), version_of(stack.torch)), default=None)
     return f"use --stack {best.name}" if best else None
 

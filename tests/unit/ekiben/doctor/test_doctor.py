@@ -573,3 +573,9 @@ def test_doctor_by_command(run_cli: RunCli, tmp_path: Path) -> None:
 )
 def test_doctor_refuses_invalid_options(run_cli: RunCli, argv: list[str], message: str) -> None:
     assert message in run_cli("doctor", *argv, code=2).stderr
+
+
+def test_a_torch_of_no_stack_asks_for_another_base() -> None:
+    """A base's torch is not changed by --stack."""
+    finding = found(site(V100), image(torch="2.9.0a0+50eac811a6.nv25.9"), "GPU code")
+    assert finding.level == "error" and "stand on another image" in str(finding)
