@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -68,6 +69,31 @@ def test_on_an_image_of_nvidias_kind(layers: list[Path], tmp_path: Path, workspa
     (folder / "mine/requirements.txt").write_text("numpy>=2\n")
     refused = cli.run("--store", store, "lock", "mine", cwd=folder, code=3).stderr
     assert "the layer 'mine-base' has numpy 1.26.4, and you ask for numpy>=2" in refused
+
+
+@pytest.mark.parametrize("kind", ["oci", "oci-archive", "docker-archive", "oras"])
+def test_each_kind_of_image_is_read(
+    kind: str, layers: list[Path], tmp_path: Path, workspace: Workspace, cli: Cli
+) -> None:
+    need("skopeo", "apptainer")
+    source = push(plain(), layers, "plain-kinds", tmp_path)
+    folder, store = workspace.folder("kind"), workspace.folder("store")
+    location = str(folder / ("image" if kind == "oci" else "image.tar"))
+    if kind == "oras":
+        sif, location = folder / "image.sif", f"oras://{source.replace('plain-kinds', 'plain-sif')}"
+        environment = {**os.environ, "APPTAINER_NOHTTPS": "1"}
+        for command in (["build", sif, f"docker://{source}"], ["push", sif, location]):
+            subprocess.run(["apptainer", "-q", *command], check=True, env=environment)
+    else:
+        name = "image:v1" if kind == "docker-archive" else "v1"
+        copy = ["skopeo", "copy", "--quiet", "--src-tls-verify=false", f"docker://{source}"]
+        subprocess.run([*copy, f"{kind}:{location}:{name}"], check=True)
+    created = cli.run("--store", store, "init", "mine", "--from", location, cwd=folder)
+    assert "note    Python 3.11.2 in /usr/local/bin/python3, glibc 2.36, 1 packages" in created.stderr
+    assert f"Bootstrap: {kind}\n" in (folder / "mine/images/mine-base.def").read_text()
+    include = [] if kind == "oras" else ["--include", location]
+    locked = cli.run("--store", store, "lock", "mine", *include, cwd=folder).stdout
+    assert "tabulate (new)" in locked
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [("conda", "/opt/conda"), ("plain", "/usr/local")], ids=["conda", "plain"])

@@ -51,9 +51,9 @@ from ekiben.project.on_base import BaseRequest, create_on_base, find_base_reques
     type=NameType(),
     metavar="LAYER|IMAGE|DOCKERFILE|FOLDER|FILE.def",
     help=(
-        "The layer below the recipe's own: python, pytorch, huggingface, …; or an image as docker://HOST/NAME:TAG, or a"
-        " SIF; or a Dockerfile, the folder with one, or a definition file. Default: python; of a project, the layer"
-        " that has what it imports."
+        "The layer below the recipe's own: python, pytorch, huggingface, …; or an image as docker://HOST/NAME:TAG, a"
+        " SIF, an OCI folder or archive; or a Dockerfile, the folder with one, or a definition file. Default: python;"
+        " of a project, the layer that has what it imports."
     ),
 )
 @click.option(
