@@ -21,6 +21,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, VerifyError
 from ekiben.core.files import digest_of, open_regular
 from ekiben.core.inner_path import AnyPath
+from ekiben.formats.base_config import BASE
 from ekiben.formats.evaluated import EVALUATED, Evaluated
 from ekiben.formats.layer import Entry
 from ekiben.formats.sif import USERS, SifInfo, read_sif
@@ -340,20 +341,46 @@ def _package_names(text: str, separator: str) -> Iterator[str]:
 
 
 def python_packages(image: ImageReader) -> list[PythonPackage]:
-    """Return the Python packages, sorted by name. Raises VerifyError for a .dist-info without name or version."""
+    """Return the Python packages, sorted by name.
+
+    Raises VerifyError for a .dist-info without name or version, but for one that a base of others brought.
+    """
     packages, tree = [], image.tree
-    for path, (entry, number) in tree.items():
-        if entry.kind != "dir" or distribution_at(path) is None:
-            continue
-        data = image.read_through_links(f"{path}/METADATA")
-        metadata = HeaderParser().parsestr((data or b"").decode(errors="replace"))
-        if not metadata["Name"] or not metadata["Version"]:
-            problem = f"{path}/METADATA " + ("is not there" if data is None else "has no Name and Version")
+    for path, number in _dist_infos(image):
+        metadata, problem = _metadata(image, path)
+        if not problem:
+            name, version = str(metadata["Name"]), str(metadata["Version"])
+            packages.append(PythonPackage(name, version, path, metadata, tree[f"{path}/METADATA"][1]))
+        elif not _is_foreign(image.layers[number]):
             raise VerifyError(
                 f"layer {image.layers[number].name}: a Python package is broken: {problem}",
                 hint="the layer's %post left it half installed or half removed; build the layer again",
             )
-        packages.append(
-            PythonPackage(str(metadata["Name"]), str(metadata["Version"]), path, metadata, tree[f"{path}/METADATA"][1])
-        )
     return sorted(packages, key=lambda package: (plain_name(package.name), package.dist_info))
+
+
+def broken_packages(image: ImageReader) -> list[str]:
+    """Return what is wrong with each .dist-info that a base of others brought without name or version."""
+    problems = (_metadata(image, path)[1] for path, _ in _dist_infos(image))
+    return sorted(filter(None, problems))
+
+
+def _dist_infos(image: ImageReader) -> Iterator[tuple[str, int]]:
+    """Yield each .dist-info folder, with the number of its layer."""
+    for path, (entry, number) in image.tree.items():
+        if entry.kind == "dir" and distribution_at(path) is not None:
+            yield path, number
+
+
+def _metadata(image: ImageReader, path: str) -> tuple[Message, str]:
+    """Return the METADATA of a .dist-info, and what is wrong with it."""
+    data = image.read_through_links(f"{path}/METADATA")
+    metadata = HeaderParser().parsestr((data or b"").decode(errors="replace"))
+    if metadata["Name"] and metadata["Version"]:
+        return metadata, ""
+    return metadata, f"{path}/METADATA " + ("is not there" if data is None else "has no Name and Version")
+
+
+def _is_foreign(layer: LayerReader) -> bool:
+    """Return whether a layer is a base of others, which no build here can mend."""
+    return layer.reader.lookup(BASE) is not None

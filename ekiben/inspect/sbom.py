@@ -49,6 +49,7 @@ from ekiben.inspect.image_reader import (
     DebianPackage,
     ImageReader,
     PythonPackage,
+    broken_packages,
     debian_packages,
     open_image,
     open_layers,
@@ -152,6 +153,7 @@ def _image_component(
         properties.append(
             Property(name="ekiben:incomplete", value=f"no {DPKG_STATUS}: what the distribution installed is not listed")
         )
+    properties += [Property(name="ekiben:incomplete", value=problem) for problem in broken_packages(image)]
     return Component(
         name=info.recipe,
         type=ComponentType.CONTAINER,

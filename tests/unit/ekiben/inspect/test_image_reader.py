@@ -10,7 +10,7 @@ import pytest
 
 from ekiben.core.errors import VerifyError
 from ekiben.inspect._records import StoredImage
-from ekiben.inspect.image_reader import debian_packages, python_packages
+from ekiben.inspect.image_reader import broken_packages, debian_packages, python_packages
 from ekiben.packages.installed import installed_packages
 from support.layered_images import SITE, STATUS, Files, dist_info, image, record, status
 
@@ -112,6 +112,14 @@ def test_a_half_installed_python_package_is_named(
     one = image(tmp_path, stack, "a", {"etc/x": b""}, files)
     with pytest.raises(VerifyError, match=rf"layer layer1: .*torch-2\.dist-info/METADATA {message}"):
         python_packages(one)
+
+
+def test_a_half_installed_package_of_a_base_is_left_out_and_named(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    """No build here can mend what a base of others brought."""
+    base = {"opt/ekiben/base.json": b"{}", f"{SITE}/torch-2.dist-info/RECORD": b"", **dist_info("a", "1")}
+    one = image(tmp_path, stack, "a", base, {"etc/x": b""})
+    assert [item.name for item in python_packages(one)] == ["a"]
+    assert broken_packages(one) == [f"{SITE}/torch-2.dist-info/METADATA is not there"]
 
 
 def test_a_file_is_read_through_links(tmp_path: Path, stack: contextlib.ExitStack) -> None:
