@@ -12,6 +12,7 @@ from_definition a new recipe's folder, from a definition file
 lock        the Python packages a recipe adds to the layers below, with hashes
 lock_bases  the images of registries that definitions name by a tag, with digests
 on_base     a new recipe's folder, on a base of others
+shipped     the tasks of a recipe of Ekiben's, for one on a base
 sources     packages without a wheel in that lock: how each gets one
 survey      what a project has to run
 """
@@ -29,6 +30,7 @@ __all__ = [
     "lock",
     "lock_bases",
     "on_base",
+    "shipped",
     "sources",
     "survey",
 ]

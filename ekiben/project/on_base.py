@@ -23,6 +23,7 @@ from ekiben.core.files import open_regular, read_source
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.project.base import ReadBase
 from ekiben.project.create import TEMPLATE, TemplateText, check_name
+from ekiben.project.shipped import ShippedTasks
 from ekiben.spec.base_packages import BasePackages, format_base_packages
 from ekiben.spec.bases_lock import BASES_LOCK, base_reference, format_bases_lock
 from ekiben.spec.definition import Stage, load_agent
@@ -38,7 +39,8 @@ _CODE = re.compile(r"(?:sm|compute)_(\d+)(\d)[af]?")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseRequest:
     """A base as it was asked for, its ``Bootstrap:`` agent and what stands after ``From:``. ``stack`` is the one whose
-    times and processors the new recipe's takes; ``is_dry``: write nothing.
+    times and processors the new recipe's takes; ``is_dry``: write nothing. ``tasks`` are those of a recipe of
+    Ekiben's, None for an example.
     """
 
     asked: str
@@ -46,6 +48,7 @@ class BaseRequest:
     location: str
     stack: str = "cu130"
     is_dry: bool = False
+    tasks: ShippedTasks | None = None
 
     @property
     def file(self) -> Path | None:
@@ -130,11 +133,12 @@ def create_on_base(folder: Path, request: BaseRequest, read: ReadBase) -> Create
         included = [request.file] if request.file else []
         recipe = read_recipe(fresh, included)
         packages = read(recipe, find_stack(name, recipe.image_folders))
+        notes = request.tasks.check(packages) if request.tasks else []
         texts = _texts(name, request, packages, digests, _stack_file(name, request, packages, stack))
         texts[f"images/{name}-base.packages.json"] = format_base_packages({f"linux/{host_arch()}": packages})
         _write(fresh, texts)
     files = {folder / inside: texts[inside] for inside in sorted(texts)}
-    return CreatedRecipe(files, tuple(_description_lines(packages)))
+    return CreatedRecipe(files, (*_description_lines(packages), *notes))
 
 
 @contextlib.contextmanager
@@ -211,13 +215,19 @@ def _texts(
         "description": "".join(f"- {line}\n" for line in _description_lines(packages)).rstrip(),
         "bases": "| `bases.lock` | which image the tag named when it was locked |\n" if digests else "",
     }
-    sources = {inside: TEMPLATE / inside for inside in ("recipe.yaml", "recipe.schema.json", "requirements.txt")}
-    sources["entrypoints/train.py"] = TEMPLATE / "entrypoints/train.py.txt"
+    tasks = request.tasks
+    values |= _task_values(tasks)
+    sources = {"recipe.schema.json": TEMPLATE / "recipe.schema.json"}
+    if tasks is None:
+        sources |= {inside: TEMPLATE / inside for inside in ("recipe.yaml", "requirements.txt")}
+        sources["entrypoints/train.py"] = TEMPLATE / "entrypoints/train.py.txt"
     sources["README.md"] = _TEMPLATE / "README.md"
     sources[f"images/{name}-base.def"] = _TEMPLATE / "images/base.def"
     sources[f"images/{name}-packages.def"] = _TEMPLATE / "images/packages.def"
     sources["images/install.py"] = _TEMPLATE / "images/install.py.txt"
     texts = {inside: TemplateText(read_source(path)).substitute(values) for inside, path in sources.items()}
+    if tasks is not None:
+        texts |= {**tasks.texts, "recipe.yaml": tasks.recipe_text(name, f"{name}-packages")}
     content = {**asdict(stack), "compute_capabilities": [*stack.compute_capabilities]}
     content["architectures"] = [*stack.architectures]
     texts[f"images/stacks/{name}/stack.yaml"] = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
@@ -226,15 +236,36 @@ def _texts(
     return texts
 
 
+def _task_values(tasks: ShippedTasks | None) -> dict[str, str]:
+    """Return what the README says of the tasks."""
+    if tasks is not None:
+        line = f"| `configs/`, `data/` | of the recipe `{tasks.name}` of Ekiben, whose scripts run |\n"
+        scripts = line if any(inside.startswith("configs/") for inside in tasks.texts) else ""
+        purpose = tasks.description
+        return {"purpose": purpose, "remark": "", "task": tasks.task, "result": "", "scripts": scripts}
+    return {
+        "purpose": "Fits a line to noisy points",
+        "remark": ": an example to replace",
+        "task": "train",
+        "result": "                     # results/metrics.jsonl and results/model.json, in this folder",
+        "scripts": "| `entrypoints/` | the scripts behind those commands |\n",
+    }
+
+
 def _description_lines(packages: BasePackages) -> Iterator[str]:
     """Yield what was found of a base, a line each."""
-    yield f"Python {packages.version} in {packages.python}, {packages.libc}, {len(packages.packages)} packages"
+    count = _count(len(packages.packages), "package")
+    yield f"Python {packages.version} in {packages.python}, {packages.libc}, {count}"
     if packages.torch:
         code = f", with code for {' '.join(packages.device_code)}" if packages.device_code else ""
         cuda = f"CUDA {packages.cuda}" if packages.cuda else "no CUDA"
         yield f"torch {packages.torch} for {cuda}{code}"
     for file in dict.fromkeys(item.file for item in packages.constraints):
-        yield f"{sum(item.file == file for item in packages.constraints)} constraints in {file}"
+        yield f"{_count(sum(item.file == file for item in packages.constraints), 'constraint')} in {file}"
     if not any(item.name == "pip" for item in packages.packages):
         yield "no pip, which the layer of the packages needs: install it in the base's %post, as with apt-get"
     yield from packages.unused
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -89,7 +89,7 @@ def test_each_kind_of_image_is_read(
         copy = ["skopeo", "copy", "--quiet", "--src-tls-verify=false", f"docker://{source}"]
         subprocess.run([*copy, f"{kind}:{location}:{name}"], check=True)
     created = cli.run("--store", store, "init", "mine", "--from", location, cwd=folder)
-    assert "note    Python 3.11.2 in /usr/local/bin/python3, glibc 2.36, 1 packages" in created.stderr
+    assert "note    Python 3.11.2 in /usr/local/bin/python3, glibc 2.36, 1 package\n" in created.stderr
     assert f"Bootstrap: {kind}\n" in (folder / "mine/images/mine-base.def").read_text()
     include = [] if kind == "oras" else ["--include", location]
     locked = cli.run("--store", store, "lock", "mine", *include, cwd=folder).stdout
@@ -114,6 +114,17 @@ def test_on_a_python_elsewhere(
     run = ["apptainer", "-s", "exec", image, "sh", "-c", script]
     printed = subprocess.run(run, check=True, capture_output=True, text=True, cwd="/").stdout
     assert printed == f"#!{prefix}/bin/python3\n{prefix}/lib/python3.11/site-packages/sqlitedict.py\n"
+
+
+def test_a_recipe_of_ekibens_on_a_base(layers: list[Path], tmp_path: Path, workspace: Workspace, cli: Cli) -> None:
+    need("skopeo")
+    reference = push(plain(), layers, "plain-hello", tmp_path)
+    store, folder = workspace.folder("store"), workspace.folder("hello")
+    cli.run("--store", store, "init", "mine", "--from", f"docker://{reference}", "--recipe", "hello", cwd=folder)
+    cli.run("--store", store, "lock", "mine", cwd=folder)
+    image = folder / "mine.sif"
+    cli.run("--store", store, "build", "mine", "--format", "sif", "-o", image, cwd=folder)
+    assert "mine, run by apptainer" in cli.run("--store", store, "run", image, "hello", cwd=folder).stdout
 
 
 def test_on_a_sif_of_apptainer(layers: list[Path], tmp_path: Path, workspace: Workspace, cli: Cli) -> None:

@@ -41,6 +41,7 @@ from ekiben.project.dockerfile import Conversion, convert, find_dockerfile
 from ekiben.project.existing import ProjectRecipe, plan_recipe, write_recipe
 from ekiben.project.from_definition import create_from_definition
 from ekiben.project.on_base import BaseRequest, create_on_base, find_base_request
+from ekiben.project.shipped import shipped_tasks
 
 
 @click.command("init", cls=Command, help=__doc__)
@@ -69,6 +70,12 @@ from ekiben.project.on_base import BaseRequest, create_on_base, find_base_reques
 )
 @click.option("--name", type=NameType(), metavar="NAME", help="The name of a project's recipe. Default: its folder's.")
 @click.option(
+    "--recipe",
+    type=NameType(),
+    metavar="RECIPE",
+    help="Take the tasks of a recipe of Ekiben's, as hello or lora-opencalm; on an image only.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Print what would be written into a project, or on an image, and write nothing."
 )
 @click.pass_obj
@@ -81,14 +88,17 @@ def command(
     target: str | None,
     stack: str,
     name: str | None,
+    recipe: str | None,
     dry_run: bool,
 ) -> None:
     """Write the files, and print what to do next."""
     if source and (base := find_base_request(source, stack)) is not None:
         refuse_ignored(f"is for a Dockerfile, and --from {source} is an image", "arguments", "target")
         refuse_ignored(f"is for a project, and --from {source} is an image", "name")
-        _on_base(context, folder, replace(base, is_dry=dry_run))
+        tasks = shipped_tasks(recipe, stack) if recipe else None
+        _on_base(context, folder, replace(base, is_dry=dry_run, tasks=tasks))
         return
+    refuse_ignored("is for an image, and " + (f"--from {source} is none" if source else "--from names none"), "recipe")
     definition = Path(source) if source and source.endswith(".def") else None
     dockerfile = _dockerfile(source) if source and not definition else None
     if dockerfile is None:
@@ -132,7 +142,8 @@ def _on_base(context: Context, folder: Path, request: BaseRequest) -> None:
     if request.is_dry:
         _show(created.texts)
     name = " ".join(filter(None, [shlex.quote(str(folder)), request.include_option]))
-    steps = [f"lock {name}", f"build {name}", f"run {name} train"]
+    task = request.tasks.task if request.tasks else "train"
+    steps = [f"lock {name}", f"build {name}", f"run {name} {task}"]
     written = [] if request.is_dry else [str(path) for path in created.texts]
     _report(written, map(printable, created.notes), [] if request.is_dry else steps)
 

@@ -575,7 +575,7 @@ def test_doctor_refuses_invalid_options(run_cli: RunCli, argv: list[str], messag
     assert message in run_cli("doctor", *argv, code=2).stderr
 
 
-def test_a_torch_of_no_stack_asks_for_another_base() -> None:
+def test_another_base_is_advised_for_a_torch_of_no_stack() -> None:
     """A base's torch is not changed by --stack."""
     finding = found(site(V100), image(torch="2.9.0a0+50eac811a6.nv25.9"), "GPU code")
     assert finding.level == "error" and "stand on another image" in str(finding)

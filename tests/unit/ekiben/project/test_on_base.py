@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.environment import host_arch
-from ekiben.core.errors import DefinitionError, EkibenError, LockMismatchError
+from ekiben.core.errors import DefinitionError, EkibenError, LockMismatchError, UsageError
 from ekiben.project.lock import lock_recipe
 from ekiben.project.on_base import BaseRequest, create_on_base, find_base_request
+from ekiben.project.shipped import shipped_tasks
 from ekiben.project.sources import SourceSettings
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.base_packages import BasePackage, BasePackages, Constraint
@@ -162,6 +163,46 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 def test_what_is_no_base_is_refused(source: str, message: str) -> None:
     with pytest.raises(EkibenError, match=message):
         find_base_request(source, "cu130")
+
+
+@pytest.mark.parametrize(("recipe", "stack"), [("hello", "cu130"), ("lora-opencalm", "cu124"), ("fsdp-llama", "cu132")])
+def test_tasks_of_a_recipe_of_ekibens_stand_on_a_base(recipe: str, stack: str, tmp_path: Path) -> None:
+    tasks = shipped_tasks(recipe, stack)
+    create_on_base(tmp_path / "mine", replace(_request(IMAGE), tasks=tasks), lambda recipe, stack: BASE)
+    (tmp_path / "mine/images/mine-packages.lock").write_text("")
+    created, shipped = find_recipe(str(tmp_path / "mine")), find_recipe(recipe)
+    assert (created.file.name, created.file.stack, created.file.layer) == ("mine", "mine", "mine-packages")
+    assert (created.file.tasks, created.file.test) == (shipped.file.tasks, shipped.file.test)
+    assert created.members().keys() == shipped.members().keys()
+    assert (
+        (tmp_path / "mine/recipe.yaml").read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n")
+    )
+    requirements = (tmp_path / "mine/requirements.txt").read_text()
+    assert ("transformers==" in requirements) == (recipe != "hello")
+    resolve(created)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "base", "message"),
+    [
+        ("finetune", BASE, "its layer 'deepspeed-plain' is made for the torch of a stack"),
+        ("lora-opencalmm", BASE, "no such recipe. Did you mean 'lora-opencalm'"),
+        ("lora-opencalm", replace(BASE, packages=()), "its tasks need torch, and the base has none"),
+        ("hello", replace(BASE, version="3.10.4"), r"its tasks need Python 3\.11, and the base has 3\.10\.4"),
+    ],
+)
+def test_tasks_that_cannot_run_on_a_base_are_refused(
+    recipe: str, base: BasePackages, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        tasks = shipped_tasks(recipe, "cu130")
+        create_on_base(tmp_path / "mine", replace(_request(IMAGE), tasks=tasks), lambda recipe, stack: base)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_an_old_torch_is_noted() -> None:
+    old = replace(BASE, packages=(BasePackage("torch", "2.5.0a0+nv"),))
+    assert shipped_tasks("fsdp-llama", "cu130").check(old) == ["the tasks were never run with a torch before 2.6.0"]
 
 
 @pytest.mark.parametrize("source", ["python", "./Dockerfile", "none.sif", "."])
