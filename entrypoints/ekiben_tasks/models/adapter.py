@@ -34,7 +34,22 @@ def add_adapter(model: Any, lora: Lora, target_modules: Sequence[str], seed: int
         TaskError: no layer has such a name, or one cannot be adapted.
     """
     torch.manual_seed(seed)
-    config = peft.LoraConfig(
+    config = lora_config(model, lora, target_modules)
+    try:
+        # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    except (ValueError, NotImplementedError) as error:
+        raise TaskError(f"setting lora: {str(error).splitlines()[0]}") from error
+
+
+def lora_config(model: Any, lora: Lora, target_modules: Sequence[str]) -> Any:
+    """Return PEFT's configuration of an adapter of ``model``. target_modules: as of add_adapter().
+
+    Raises:
+        TaskError: the model has no layer, module or token of such a name.
+    """
+    _check_lora(model, lora)
+    return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -47,12 +62,6 @@ def add_adapter(model: Any, lora: Lora, target_modules: Sequence[str], seed: int
         trainable_token_indices=list(lora.trainable_token_indices) or None,
         task_type="CAUSAL_LM",
     )
-    _check_lora(model, lora)
-    try:
-        # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
-        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    except (ValueError, NotImplementedError) as error:
-        raise TaskError(f"setting lora: {str(error).splitlines()[0]}") from error
 
 
 def _check_lora(model: Any, lora: Lora) -> None:

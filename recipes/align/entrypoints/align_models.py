@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import align_settings
-from ekiben_tasks.models import load
+from ekiben_tasks.models import adapter, load
 from ekiben_tasks.models.architecture import lora_targets
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.task import input_files
@@ -70,18 +70,19 @@ def _load_classifier(path: str, device: Device, *, is_reward: bool) -> Any:
 
 
 def lora_config(settings: align_settings.Settings, path: str) -> Any:
-    """Return PEFT's configuration of the adapter. path: of the model. A reward model's head is trained as a whole."""
-    lora, targets = settings.lora, settings.lora.target_modules
+    """Return PEFT's configuration of the adapter. path: of the model. A reward model's head is trained, too.
+
+    Raises:
+        TaskError: the model has no layer, module or token of such a name.
+    """
+    model, targets = load.load_meta_model(path), settings.lora.target_modules
     if targets == "auto":
-        targets = lora_targets(load.load_meta_model(path))
-    return peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets if targets == "all-linear" else list(targets),
-        task_type="SEQ_CLS" if settings.NAME == "reward" else "CAUSAL_LM",
-        modules_to_save=["score"] if settings.NAME == "reward" else None,
-    )
+        targets = lora_targets(model)
+    config = adapter.lora_config(model, settings.lora, ("all-linear",) if targets == "all-linear" else targets)
+    if settings.NAME == "reward":
+        config.task_type = peft.TaskType.SEQ_CLS
+        config.modules_to_save = [*settings.lora.modules_to_save, "score"]
+    return config
 
 
 def load_functions(rewards: Sequence[str]) -> list[Callable[..., Any]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ekiben_tasks.models.lora import Lora
+from ekiben_tasks.models.lora import Lora, check_lora
 from ekiben_tasks.task.errors import SettingError
 from ekiben_tasks.task.settings import option
 
@@ -189,7 +189,6 @@ def check(settings: Settings, processes: int) -> None:
         ("save_steps", settings.save_steps, 1),
         ("save_total_limit", settings.save_total_limit, 1),
         ("log_steps", settings.log_steps, 1),
-        ("lora.r", settings.lora.r, 1),
         ("hang_minutes", settings.hang_minutes, 0),
     )
     below = [limit for limit in limits if not limit[1] >= limit[2]]
@@ -203,6 +202,6 @@ def check(settings: Settings, processes: int) -> None:
         )
     if settings.bits != 16 and settings.method == "full":
         problems.append(f"setting bits={settings.bits}: not together with method=full; take method=lora")
-    problems += settings.problems()
+    problems += [*check_lora(settings.lora), *settings.problems()]
     if problems:
         raise SettingError("\n".join(problems))

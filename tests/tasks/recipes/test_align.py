@@ -200,6 +200,20 @@ def test_killed_run_continues(model: Path, tmp_path: Path, monkeypatch: pytest.M
         torch.testing.assert_close(first[key], second[key])
 
 
+@pytest.mark.parametrize("name", ["dpo", "reward"])
+def test_adapter_is_as_the_settings_say(name: str, model: Path, tmp_path: Path) -> None:
+    lora = Lora(
+        r=4, target_modules=("query_key_value",), use_rslora=True, use_dora=True, rank_pattern={"query_key_value": 2}
+    )
+    settings = settings_of(name, model, max_steps=1)
+    assert align(replace(settings, lora=lora), tmp_path / "out") == 0
+    config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    expected = {"use_rslora": True, "use_dora": True, "rank_pattern": {"query_key_value": 2}}
+    assert expected.items() <= config.items()
+    with pytest.raises(TaskError, match=r"setting lora\.target_modules: no layer is called nope"):
+        align(replace(settings, lora=Lora(target_modules=("nope",))), tmp_path / "nope")
+
+
 def test_reward_model_rates_in_grpo(model: Path, tmp_path: Path) -> None:
     assert align(settings_of("reward", model), tmp_path / "reward") == 0
     changes = {"rewards": (str(tmp_path / "reward" / "adapter"),), "max_steps": 1}
