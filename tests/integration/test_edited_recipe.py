@@ -18,7 +18,7 @@ pytestmark = pytest.mark.covers("ekiben/builder", "ekiben/executors", "ekiben/ar
 TEST = """
 %test
     set -e
-    test -e /opt/made
+    test -e /opt/probe
     test -z "$(find /opt -name marker.txt)"
 """
 PROGRAMS = {"sif": "apptainer", "docker": "docker", "podman": "podman"}
@@ -51,13 +51,13 @@ def test_tests_of_layers_are_not_repeated(
 ) -> None:
     kind, cli, images = output.kind, output.cli, output.images
     store, out = new_store(cli.user, "base"), workspace.folder("out", cli.user)
-    recipe_folder.layer("made", "base", "touch /opt/made", TEST)
+    recipe_folder.layer("probe", "base", "touch /opt/probe", TEST)
     marker = recipe_folder.path / "configs/marker.txt"
     settings = {
         "name": recipe_folder.path.name,
         "description": "a test",
         "stack": "cu130",
-        "layer": "made",
+        "layer": "probe",
         "tasks": {},
         "data": ["configs/marker.txt"],
         "test": 'grep . "$EKIBEN_RECIPE/configs/marker.txt"\n',
@@ -72,7 +72,7 @@ def test_tests_of_layers_are_not_repeated(
         (check,) = result["checks"]
         reused.append(check["reused"])
     assert reused[0] is None
-    assert (reused[1]["image"], reused[1]["tests"]) == (images[0], ["01-base.sh", "02-made.sh"])
+    assert (reused[1]["image"], reused[1]["tests"]) == (images[0], ["01-base.sh", "02-probe.sh"])
     assert images[0] != images[1]
     stdout = cli.run("--store", store, "build", recipe_folder.path, "--format", kind, cwd=out).stdout
     assert "same image)" in stdout
