@@ -52,6 +52,7 @@ from ekiben.packages.sources import build_requirements
 from ekiben.project.dockerfile.base_config import parse_config
 from ekiben.project.dockerfile.ignore import read_ignore
 from ekiben.project.dockerfile.reader import read_dockerfile
+from ekiben.project.survey import survey
 from ekiben.publish.catalog.runs import runs_of
 from ekiben.publish.catalog.write import make_catalog
 from ekiben.publish.prune import prune as prune_published
@@ -64,6 +65,13 @@ from ekiben.run.site import find_site
 from ekiben.signing.gpg import Keys
 from ekiben.signing.registry import _claim
 from ekiben.signing.sif import check_sif
+from ekiben.spec.base_packages import (
+    BasePackage,
+    BasePackages,
+    Constraint,
+    format_base_packages,
+    read_base_packages,
+)
 from ekiben.spec.bases_lock import format_bases_lock, read_bases_lock
 from ekiben.spec.definition import read_definition
 from ekiben.spec.recipe import find_recipe
@@ -261,9 +269,39 @@ def bases_lock(world: World) -> Case:
     locked = {"ubuntu:24.04": {"linux/amd64": f"sha256:{'a' * 64}", "linux/arm64": f"sha256:{'b' * 64}"}}
 
     def read(data: bytes) -> object:
-        return read_bases_lock(world.put(path, data), "own")
+        return read_bases_lock(world.put(path, data), "mine")
 
     return Case([format_bases_lock(locked).encode()], read, str(path))
+
+
+def base_packages(world: World) -> Case:
+    """The packages of a base, in a file beside a definition file that somebody else may have written."""
+    path = world.path("case/base.packages.json")
+    packages = BasePackages(
+        digest=f"sha256:{'a' * 64}",
+        python="/usr/bin/python3",
+        version="3.12.3",
+        libc="glibc 2.39",
+        packages=(BasePackage("torch", "2.9.0"),),
+        cuda="13.0",
+        device_code=("sm_90",),
+        constraints=(Constraint("/etc/pip/constraint.txt", "numpy<2"),),
+    )
+    data = format_base_packages({"linux/amd64": packages}).encode()
+    read_base_packages(world.put(path, data))
+    return Case([data], lambda data: read_base_packages(world.put(path, data)), str(path))
+
+
+def surveyed_project(world: World) -> Case:
+    """A project's pyproject.toml, of which `ekiben init` makes a recipe."""
+    path = world.path("surveyed/pyproject.toml")
+    text = b"[project]\nname = 'x'\ndependencies = ['numpy>=1']\n[project.scripts]\ntrain = 'x.train:main'\n"
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        return survey(path.parent)
+
+    return Case([text], read, str(path.parent))
 
 
 def evaluated(_world: World) -> Case:
@@ -1092,7 +1130,9 @@ CASES: dict[str, Make] = {
         locks,
         sources,
         source_archive,
+        base_packages,
         bases_lock,
+        surveyed_project,
         base_config,
         dockerfile,
         evaluated,
@@ -1150,7 +1190,9 @@ _READERS = {
         builder/layer.py:_files_tar bundle/write.py:_write cli/commands/sbom.py:command
         executors/_containers_storage.py:unavailable executors/podman.py:load packages/outdated.py:find_newer
         builder/base_config.py:_with_labels packages/host_config.py:write_host_files packages/sources.py:choose_archive
-        project/dockerfile/temporary.py:temporary_recipe
+        project/dockerfile/temporary.py:temporary_recipe builder/failed_line.py:__enter__,_reported,failed
+        builder/layer_tests.py:_visible packages/git.py:_join_tars project/add.py:edits project/on_base.py:_texts
+        project/shipped.py:_members,shipped_tasks
     """
     ),
     "bundle_index": "bundle/_index.py:parse",
@@ -1194,13 +1236,22 @@ _READERS = {
     """
     ),
     "dockerfile": "project/dockerfile/ignore.py:read_ignore project/dockerfile/reader.py:json_list,read_dockerfile",
+    "base_packages": "spec/base_packages.py:read_base_packages",
     "bases_lock": "spec/bases_lock.py:read_bases_lock",
+    "surveyed_project": "project/survey.py:_read_module,_read_pyproject,_required project/existing.py:_pins",
+    "looks for names in an archive, of which any are right": "project/on_base.py:_archive_names",
     "evaluated": "builder/environment.py:_read formats/evaluated.py:parse",
     "source_archive": "packages/sources.py:_read_project,build_requirements",
-    "requirements": "packages/requirements.py:_project_requirements,read_requirements",
+    "requirements": (
+        """
+        packages/requirements.py:_project_name,project_requirements,read_requirements
+        packages/sources.py:has_submodules
+    """
+    ),
     "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",
     "matches patterns in a text of limited size": (
         """
+        project/add.py:_not_asked,_read_lists,change_debian project/from_definition.py:create_from_definition
         cli/commands/submit.py:_preflight packages/lock.py:_read,_resolve project/lock.py:_read
         resolve/capabilities.py:check_torch spec/recipe.py:_imports_library spec/stack.py:unlocked
     """

@@ -212,5 +212,5 @@ def test_other_engines_make_the_same_layers(engine: str, lab: Lab, cli: Cli) -> 
     for layer in image.layers:
         (lab.store.root / "keys" / f"{layer.cache_key}.json").unlink()
     argv = ("--engine", engine, "--format", "oci", "-o", lab.out / f"sif-{engine}.tar", "--no-verify")
-    made = cli.image(lab.store.root, lab.recipe.path, *argv, cwd=lab.recipe.path)
-    assert made["image"] == image.image_id
+    built = cli.image(lab.store.root, lab.recipe.path, *argv, cwd=lab.recipe.path)
+    assert built["image"] == image.image_id

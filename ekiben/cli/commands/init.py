@@ -1,4 +1,4 @@
-"""Make a recipe of your own, in a new folder or of a project.
+"""Make a recipe of your own, or of a project.
 
 In a new folder it has a task that runs on a CPU in a second, and a layer for the packages of its requirements.txt. In
 the folder of a project the tasks are its scripts: recipe.yaml, a layer and a page are added, and nothing is changed.
@@ -72,7 +72,7 @@ from ekiben.project.shipped import shipped_tasks
 @click.option(
     "--recipe",
     type=NameType(),
-    metavar="RECIPE",
+    metavar="NAME",
     help="Take the tasks of a recipe of Ekiben's, as hello or lora-opencalm; on an image only.",
 )
 @click.option(

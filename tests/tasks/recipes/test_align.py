@@ -201,7 +201,7 @@ def test_killed_run_continues(model: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward"])
-def test_adapter_is_as_the_settings_say(name: str, model: Path, tmp_path: Path) -> None:
+def test_adapter_has_the_settings(name: str, model: Path, tmp_path: Path) -> None:
     lora = Lora(
         r=4, target_modules=("query_key_value",), use_rslora=True, use_dora=True, rank_pattern={"query_key_value": 2}
     )
@@ -229,7 +229,7 @@ GOOD = {
     "labels": {"prompt": "a", "completion": "b", "label": True},
     "prompts": {"prompt": "a", "answer": 4},
 }
-SAYS = [{"role": "user", "content": "a"}]
+TURNS = [{"role": "user", "content": "a"}]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ SAYS = [{"role": "user", "content": "a"}]
         ("pairs", {"chosen": " "}, "chosen is empty"),
         ("pairs", {"chosen": 3}, "chosen is 3, neither text nor a list of messages"),
         ("pairs", {"chosen": "c"}, "chosen and rejected are the same"),
-        ("pairs", {"chosen": SAYS}, "prompt and rejected are not both text, or both messages"),
+        ("pairs", {"chosen": TURNS}, "prompt and rejected are not both text, or both messages"),
         ("pairs", {"prompt": []}, "prompt has no messages"),
         ("labels", {"label": "yes"}, "label is 'yes', not true or false"),
         ("labels", {"completion": [{"role": "users", "content": "b"}]}, "has the role 'users'. Did you mean 'user'?"),
@@ -273,7 +273,7 @@ def test_unused_columns_and_mixed_examples_are_named(tmp_path: Path, capsys: pyt
 def test_messages_take_the_chat_template(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "data.jsonl"
     chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("富士山です。", "知りません。" * 100))
-    file.write_text(json.dumps({"prompt": SAYS, "chosen": chosen, "rejected": rejected}) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({"prompt": TURNS, "chosen": chosen, "rejected": rejected}) + "\n", encoding="utf-8")
     settings = settings_of("dpo", model, max_steps=1, batch_size=1, micro_batch=1)
     request = align_run.Request(settings, [Source(str(file))], tmp_path / "out")
     with pytest.raises(TaskError, match="its tokenizer has no chat template for the data's messages"):

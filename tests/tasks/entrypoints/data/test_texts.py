@@ -47,9 +47,9 @@ def test_texts_are_packed_as_trl_wraps_them(tokenizer: Any, tmp_path: Path, leng
     ids = [[*tokenizer(text, split_special_tokens=True)["input_ids"], tokenizer.eos_token_id] for text in TEXTS]
     table = datasets.Dataset.from_dict({"input_ids": ids})
     theirs = packing.pack_dataset(table, seq_length=min(length, 10_000), strategy="wrapped")["input_ids"][:]
-    made = prepare([str(file)], tokenizer, max_length=length)
-    assert [example.ids.tolist() for example in made.train] == theirs
-    assert all(example.targets == ((0, len(example.ids)),) for example in made.train)
+    prepared = prepare([str(file)], tokenizer, max_length=length)
+    assert [example.ids.tolist() for example in prepared.train] == theirs
+    assert all(example.targets == ((0, len(example.ids)),) for example in prepared.train)
 
 
 def test_texts_come_from_a_column_or_a_file(tokenizer: Any, tmp_path: Path) -> None:

@@ -250,10 +250,10 @@ def test_activation_bytes_of_families_without_a_file(kind: str, sizes: dict[str,
         config = transformers.AutoConfig.for_model(
             kind, vocab_size=128, num_hidden_layers=layers, max_position_embeddings=256, **sizes
         )
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-        made.set_attn_implementation(proof.choose_attention(config))
-        measured[layers] = kept_for_backward(made, 96)
-    expected = memory.expect_memory(memory.profile_model(made, longest=96)).per_token * 96 / 4
+        causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        causal.set_attn_implementation(proof.choose_attention(config))
+        measured[layers] = kept_for_backward(causal, 96)
+    expected = memory.expect_memory(memory.profile_model(causal, longest=96)).per_token * 96 / 4
     assert 0.9 < expected / ((measured[4] - measured[2]) / 2) < 1.35
 
 

@@ -123,7 +123,7 @@ def test_changes_are_noticed(base: Path, tmp_path: Path, folder: Path) -> None:
     assert len(list(folder.iterdir())) == 8
 
 
-def test_killed_and_damaged_entries_are_made_again(
+def test_killed_and_damaged_entries_are_rewritten(
     base: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs").mkdir()

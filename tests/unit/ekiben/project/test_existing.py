@@ -193,7 +193,7 @@ def test_recipe_from_a_definition_file(tmp_path: Path) -> None:
         ("Bootstrap: docker\nFrom: registry", "Bootstrap: localimage\nFrom: ./registry", "is a file's path"),
     ],
 )
-def test_definition_that_cannot_be_taken(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_unusable_definition_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     text = DEFINITION.format(digest="0" * 64).replace(old, new)
     write(tmp_path / "lab", {"solver.def": text, "tool.sh": "", "tree/a": ""})
     with pytest.raises(DefinitionError, match=message):

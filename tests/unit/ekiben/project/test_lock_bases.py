@@ -43,7 +43,7 @@ def test_a_definition_that_the_recipe_uses_is_an_error(locked: SampleRecipe) -> 
         lock(locked)
 
 
-def test_a_damaged_lock_names_the_whole_command(locked: SampleRecipe) -> None:
+def test_a_damaged_lock_names_the_full_command(locked: SampleRecipe) -> None:
     locked.write("bases.lock", "{")
     for read in (lambda: lock(locked), lambda: resolve(find_recipe(str(locked.path)), arch="amd64")):
         with pytest.raises(DefinitionError, match=r"bases\.lock: is not JSON") as caught:
