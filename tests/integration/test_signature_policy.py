@@ -339,7 +339,7 @@ def test_a_refusal_names_a_way_to_sign_that_lasts(alices: Policy, tmp_path: Path
     for beside in ("u-1-0123456789ab.json", "u-1-0123456789ab.sif.sha256"):
         (folder / beside).touch()
     (folder / "current").symlink_to(published.name)
-    pulled = alices.store.cache / "pulled/0123.sif"
+    pulled = alices.store.downloads / "pulled/0123.sif"
     pulled.parent.mkdir(parents=True)
     shutil.copy(plain, pulled)
     expected = {
