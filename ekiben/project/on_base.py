@@ -81,6 +81,10 @@ def find_base_request(source: str, stack: str) -> BaseRequest | None:
     elif agent := _file_agent(Path(source)):
         bootstrap, location = agent, os.path.abspath(source)
     else:
+        if source.endswith("://"):
+            raise UsageError(f"--from {source}: names no image", hint="write docker://HOST/NAME:TAG")
+        if source.endswith(".sif"):
+            raise UsageError(f"--from {source}: there is no such file")
         return None
     problems = load_agent(bootstrap).header_problems({"bootstrap": bootstrap, "from": location})
     if problems:

@@ -163,7 +163,9 @@ def _read_pyproject(folder: Path) -> dict[str, Any]:
         return tomllib.loads(read_regular(path, max_size=_MAX_FILE).decode("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise UsageError(f"{path}: cannot be read: it nests too deep") from error
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 

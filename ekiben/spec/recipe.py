@@ -310,7 +310,8 @@ def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
         folder, reason = follow(Path(name)), "named by its path"
         folder = folder.parent if folder.name == "recipe.yaml" else folder
         if not (folder / "recipe.yaml").is_file():
-            raise UsageError(f"{single_line(name)}: no recipe.yaml there")
+            hint = "make a recipe of it: init NAME --from FILE.def" if folder.suffix == ".def" else None
+            raise UsageError(f"{single_line(name)}: no recipe.yaml there", hint=hint)
     else:
         known = _folders_by_name()
         if name not in known and (Path(name) / "recipe.yaml").is_file():

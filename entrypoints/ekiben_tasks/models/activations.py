@@ -107,8 +107,8 @@ def _identity(tensor: torch.Tensor) -> int:
 
 @torch.library.custom_op("ekiben::counted_attention", mutates_args=())  # type: ignore[untyped-decorator]  # torch has no types here
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an attention's result and the logarithms of its sums, as flash kernels have them."""
-    raise NotImplementedError
+    """Have the shapes of a flash kernel's results: attention, and the logarithms of its sums. Nothing computes them."""
+    raise NotImplementedError("this operator counts on the meta device alone")
 
 
 @_attention.register_fake  # type: ignore[untyped-decorator]  # torch has no types here
@@ -120,8 +120,8 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torc
 def _attention_backward(
     gradient: torch.Tensor, saved: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value."""
-    raise NotImplementedError
+    """Have the shapes of the gradients of query, key and value. Nothing computes them."""
+    raise NotImplementedError("this operator counts on the meta device alone")
 
 
 @_attention_backward.register_fake  # type: ignore[untyped-decorator]  # torch has no types here

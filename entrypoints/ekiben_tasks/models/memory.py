@@ -82,6 +82,7 @@ class MemoryProfile:
     width: int
     vocabulary: int
     kept: float  # per token, in one block
+    is_counted: bool = True  # ``kept``; else it is estimated as a Llama's of these widths
     trains_head: bool = False
     compiled: bool = False
     keeps_scores: bool = False  # attention as separate GEMMs (kernel ``math``), which keep the square of the scores
@@ -109,6 +110,7 @@ class Memory:
     host: int = 0  # of the host's memory instead, for this GPU
     loss_positions: int = 0  # of the chunk that ``loss`` counts
     loss_per_position: int = 0
+    is_counted: bool = True  # what each token adds
 
     @property
     def fixed(self) -> int:
@@ -190,6 +192,7 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
         width=width,
         vocabulary=vocabulary,
         kept=kept,
+        is_counted=counted is not None,
         trains_head=causal.get_output_embeddings().weight.requires_grad,
         **choices,
     )
@@ -230,6 +233,7 @@ def expect_memory(profile: MemoryProfile) -> Memory:
         host=host,
         loss_positions=positions,
         loss_per_position=_logit_bytes(profile),
+        is_counted=profile.is_counted,
     )
 
 

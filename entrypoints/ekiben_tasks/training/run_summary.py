@@ -108,6 +108,8 @@ def format_header(summary: RunSummary) -> list[str]:
     where = f"{summary.processes} x {device.name} {summary.spread}" if summary.processes > 1 else device.name
     twice = f", {plan.checkpointed} of {summary.layers} blocks checkpointed" if plan.checkpointed else ""
     expected = f"{summary.expected_bytes / GIB:.1f} GiB expected"
+    if not summary.memory.is_counted:
+        expected += " (as of a Llama of its widths: this model cannot be counted)"
     host = f", and {summary.memory.host / GIB:.1f} GiB of the host's for each" if summary.memory.host else ""
     lines = [
         f"model       {settings.model}: {summary.parameters:,} parameters{bits}",

@@ -25,6 +25,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from ekiben_tasks.models import (
+    activations,
     architecture,
     attention_choice,
     description,
@@ -292,6 +293,17 @@ def test_activation_bytes_of_compiled_blocks_equal_autograds(
     one = (measured[4] - measured[2]) / 2
     expected = memory.expect_memory(memory.profile_model(made, longest=length, compiled=True)).per_token * length / 4
     assert 0.7 * expected < one <= 1.02 * expected
+
+
+def test_model_that_cannot_be_counted_is_estimated_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> float:
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    counted = memory.expect_memory(memory.profile_model(meta("llama"), longest=64))
+    monkeypatch.setattr(activations, "_count", fail)
+    estimated = memory.expect_memory(memory.profile_model(meta("llama"), longest=64))
+    assert (counted.is_counted, estimated.is_counted) == (True, False)
+    assert 0.8 < estimated.per_token / counted.per_token < 1.25
 
 
 def test_last_layer_training_keeps_no_block_activations() -> None:

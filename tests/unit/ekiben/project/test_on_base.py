@@ -158,6 +158,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         ("docker://registry.example.org/A", "is no reference"),
         ("docker://registry.example.org/a:", "the tag after the colon is missing"),
         ("shub://a/b", "shub"),
+        ("docker://", "names no image"),
+        ("none.sif", "there is no such file"),
     ],
 )
 def test_what_is_no_base_is_refused(source: str, message: str) -> None:
@@ -205,7 +207,7 @@ def test_an_old_torch_is_noted() -> None:
     assert shipped_tasks("fsdp-llama", "cu130").check(old) == ["the tasks were never run with a torch before 2.6.0"]
 
 
-@pytest.mark.parametrize("source", ["python", "./Dockerfile", "none.sif", "."])
+@pytest.mark.parametrize("source", ["python", "./Dockerfile", "."])
 def test_layers_and_dockerfiles_are_no_bases(source: str) -> None:
     assert find_base_request(source, "cu130") is None
 
