@@ -295,7 +295,7 @@ def test_activation_bytes_of_compiled_blocks_equal_autograds(
     assert 0.7 * expected < one <= 1.02 * expected
 
 
-def test_model_that_cannot_be_counted_is_estimated_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_cannot_be_counted_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> float:
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
