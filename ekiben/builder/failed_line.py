@@ -35,6 +35,7 @@ _TRAP, _FAILED = "trap.sh", "failed"
 _LINE_BY_LINE = ("dash", "busybox", "ash")  # programs of /bin/sh that read a pipe as they run it
 _PAGE = 4096  # bytes of the smallest pipe: it is writable when the shell has read the last line
 _WAIT_MS = 100
+_OPEN_SECONDS = 0.005  # between looks whether the shell has opened the pipe
 _MOST, _MOST_SCRIPT = 1 << 16, 1 << 30  # bytes of a report, and of a script
 _TRIES = 400  # lines back to the beginning of a command
 
@@ -80,19 +81,30 @@ class ScriptWatch:
 
     def _open(self) -> None:
         os.mkfifo(self._mount / FEED, 0o600)
-        try:
-            # For reading, too: so it opens before the shell does, and stays a pipe when that has ended.
-            self._handle = os.open(self._mount / FEED, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            fcntl.fcntl(self._handle, fcntl.F_SETPIPE_SZ, _PAGE)
-        except OSError:
-            (self._mount / FEED).unlink()
-            self._close()
-            raise
         self._thread = threading.Thread(target=self._feed, daemon=True)
         self._thread.start()
 
+    def _connect(self) -> bool:
+        """Open the pipe when the shell does, and remove its name: a command that reads all files would wait for ever
+        on it, or take lines of the script. Return False when the script has ended.
+        """
+        writer = -1
+        while writer < 0 and not self._stop.wait(_OPEN_SECONDS):
+            with contextlib.suppress(OSError):  # nobody reads it yet
+                writer = os.open(self._mount / FEED, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if writer >= 0:
+            # For reading, too: so it stays a pipe when the shell has ended.
+            self._handle = os.open(self._mount / FEED, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            os.close(writer)
+            fcntl.fcntl(self._handle, fcntl.F_SETPIPE_SZ, _PAGE)
+        with contextlib.suppress(OSError):
+            (self._mount / FEED).unlink()
+        return writer >= 0
+
     def _feed(self) -> None:
         """Write each line when the shell has read the one before."""
+        if not self._connect():
+            return
         for line in self._lines:
             if not self._wait_until_read():
                 return

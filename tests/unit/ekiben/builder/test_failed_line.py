@@ -30,6 +30,7 @@ DASH = {
     'x=$(echo "\n"); kill -TERM $$\ntrue\n': (-15, 1, 'x=$(echo "\n"); kill'),
     "true\n)\ntrue\n": (2, 2, ")"),
     'exec sh -e "$0.other"\n': (4, 1, "exec sh"),
+    'cat "${0%/*}"/* >/dev/null\nfalse\n': (1, 2, "false"),  # reads all files beside it, and nothing of the script
 }
 BASH = {
     FUNCTION: (1, 3, "false"),
