@@ -199,7 +199,7 @@ READ_OTHERWISE = {
     "bundle/_fetch.py index_debs (folder / 'Records').read_text": (
         "written by apt in a container that this process started"
     ),
-    "builder/failed_line.py _open os.open": "a pipe that this process made",
+    "builder/failed_line.py _connect os.open": "a pipe that this process made",
     "bundle/read.py import_compiled shutil.copyfile": "unpacked by this process",
     "bundle/read.py unpack_snapshots shutil.copyfile": "unpacked by this process",
     "bundle/read.py unpack_snapshots shutil.copytree": "unpacked by this process",
