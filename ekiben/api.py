@@ -53,7 +53,7 @@ class ExecutionError(EkibenError):
     """A program in an image ended with another exit code than 0; ``result`` has what it wrote."""
 
     def __init__(self, argv: Sequence[str], result: Result) -> None:
-        """Say which program, and its last lines."""
+        """Return the program and the last lines of its output."""
         self.result = result
         output = "\n".join((result.stderr or result.stdout).rstrip().splitlines()[-15:])
         super().__init__(f"{name_exit(result.exit_code)}: {quoted(argv)}\n{output}".rstrip())
@@ -71,7 +71,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a SIF of Ekiben's says of itself.
+    """The metadata of a SIF that Ekiben wrote.
 
     ``tasks``: the commands of its recipe → their help; ``layers``: name → cache key.
     """
@@ -183,8 +183,8 @@ def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
 
     Raises:
         UsageError: there is no such recipe.
-        DefinitionError: recipe.yaml is wrong, or leads out of the recipe's folder.
-        StoreError: the file is not there, or is no SIF.
+        DefinitionError: recipe.yaml is wrong, or points out of the recipe's folder.
+        StoreError: the file is not there, or is not a SIF.
         FetchError: the registry does not have the image, or does not answer.
     """
     from ekiben.artifacts.pulled import pull_once
@@ -216,7 +216,7 @@ class Image:
     """A SIF file. What it says of itself is read without a runtime; programs are run by Apptainer or SingularityCE."""
 
     def __init__(self, path: Path) -> None:
-        """Take the file, which is read when it is asked for something."""
+        """Keep the path; the file is read on first use."""
         self.path = path.absolute()
 
     def __enter__(self) -> Image:
@@ -329,7 +329,7 @@ class RunningImage:
     """An image that was started as an instance."""
 
     def __init__(self, runtime: Runtime, started: Instance, gpu: bool) -> None:
-        """Take what ``Image.instance`` started."""
+        """Refer to the instance that ``Image.instance`` started."""
         self._runtime, self._started, self._gpu = runtime, started, gpu
 
     @property

@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return smoke_chat(settings, command.recipe_folder(args.config, __file__) / "data" / "sample.jsonl")
     if settings.form.kind in ("template", "text"):
-        raise SettingError(f"setting form.kind={settings.form.kind}: is no question; use `generate`, or another kind")
+        raise SettingError(
+            f"setting form.kind={settings.form.kind}: is not a question; use `generate`, or another kind"
+        )
     check_chat(settings)
     context = _read_context(args.context) if args.context else ""
     adapter_folder.check_source(settings.model, "" if settings.model else settings.adapter, args.base)
@@ -81,8 +83,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("question", nargs="?", help="one question; without it, several from standard input")
     parser.add_argument("--adapter", metavar="DIR", help="folder train wrote (default: result/adapter)")
     parser.add_argument("--model", metavar="MODEL", help="a complete model instead of an adapter")
-    parser.add_argument("--base", metavar="DIR", help="the base model's folder, if it is not where the adapter says")
-    parser.add_argument("--context", type=Path, metavar="FILE", help="a text to answer from")
+    parser.add_argument("--base", metavar="DIR", help="the base model's folder, if not that of the adapter's config")
+    parser.add_argument("--context", type=Path, metavar="FILE", help="a context for the answer")
     parser.add_argument("--smoke", action="store_true", help="test with a tiny model, offline")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     return parser.parse_args(arguments)

@@ -75,7 +75,7 @@ def generate(settings: GenerateSettings, recipe: Path, *, skip_bad: bool = False
     Raises:
         TaskError: a setting, the data, the model or the output cannot be used.
     """
-    # What can be wrong is found before seconds of imports and minutes of downloads.
+    # Find errors before seconds of imports and minutes of downloads.
     check(settings)
     data: object = str(recipe / "data" / "sample.jsonl") if settings.data == "sample" else settings.data
     (source,) = parse_sources(data, 0.0)

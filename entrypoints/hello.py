@@ -1,4 +1,4 @@
-"""Say who and where this container runs, and what it may use.
+"""Print the user, host and resources of this container.
 
 hello
 hello --json
@@ -28,9 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     arguments: the command line without the program's name; None: that of this process.
     """
-    parser = argparse.ArgumentParser(
-        prog="hello", description="Say who and where this container runs, and what it may use."
-    )
+    parser = argparse.ArgumentParser(prog="hello", description="Print the user, host and resources of this container.")
     parser.add_argument("--json", action="store_true", help="as JSON, for scripts")
     args = parser.parse_args(arguments)
     facts = gather()
@@ -165,7 +163,7 @@ def _gpus_by_smi() -> list[dict[str, Any]]:
 
 
 def _gpus_by_driver() -> tuple[list[dict[str, Any]], str]:
-    """Ask libcuda, which --nv and --gpus bring along even where nvidia-smi is missing. Return (GPUs, why none)."""
+    """Query libcuda, which --nv and --gpus mount even where nvidia-smi is missing. Return (GPUs, why none)."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -23,7 +23,7 @@ def network(name: str, nodes: Sequence[str], environment: Mapping[str, str]) -> 
     name: of this node. nodes: the names of all.
     """
     peers = [node for node in nodes if node != name]
-    # Every other node talks to the first, and the first to every other; names that are not known yet are not waited
+    # Every other node connects to the first, and the first to every other; unresolved names are not waited
     # for.
     names = list(dict.fromkeys(interface for peer in peers if (interface := interface_to(peer))))
     chosen, lines = {}, []

@@ -1,4 +1,4 @@
-"""Starts a task's processes on one node of a job, and stands by them: one launcher in the container of every node.
+"""Start and watch a task's processes on one node of a job: one launcher in the container of every node.
 
 launch_node.py --node 1 --nodes c1,c2 --processes 4 --port 23456 --key FILE -- train --data rows.jsonl
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Beside this file, also where Python runs isolated (-I); no bytecode in a run's folder.
+# Import from this folder, also with isolated Python (-I); write no bytecode into a run's folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.dont_write_bytecode = True
 from launch_network import infiniband, nccl_network, network, warning  # noqa: E402
@@ -37,10 +37,10 @@ from launch_network import infiniband, nccl_network, network, warning  # noqa: E
 REQUEUE, INTERRUPTED = 75, 130  # EX_TEMPFAIL; ^C, after saving likewise
 ENDINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGHUP)
 BEAT = 5.0  # seconds between signs of life
-GRACE = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one has failed: without it they cannot save
-STOP_GRACE = 120.0  # seconds that the others have to end, once one that got a signal has ended
+GRACE = 2.0  # seconds from SIGTERM to SIGKILL for the others after a failure; they cannot save without the failed one
+STOP_GRACE = 120.0  # seconds for the others to end after one that got a signal has ended
 FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # as ekiben_tasks/distributed/failures.py calls it
-PEER_LOST = "another process of the run is gone"  # as it says there
+PEER_LOST = "another process of the run is gone"  # the same value as there
 PR_SET_PDEATHSIG = 1
 
 
@@ -125,21 +125,21 @@ class Launcher:
     ) -> None:
         self.node_rank, self.command, self.port, self.key = node_rank, command, port, key
         self.patience, self.start_patience = patience, start_patience
-        self.logs: Path | None = None  # where each process has its log beside the job's
+        self.logs: Path | None = None  # folder of one log for each process
         self.copies: list[threading.Thread] = []  # from a process to its log and the job's
         self.workers: list[asyncio.subprocess.Process] = []
         self.stopping, self.stopped = False, REQUEUE  # stopped: the exit code after a signal to a launcher
-        self.leaving = False  # whether a process has ended after a signal, perhaps to it alone
+        self.leaving = False  # whether a process has ended after a signal, perhaps sent only to it
         self.reports: dict[int, Outcome] = {}  # of the nodes, at the first one
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.tasks: set[asyncio.Task[None]] = set()
-        self.failures: Path | None = None  # where processes write why they fail
-        self.slowest: dict[int, list[Any]] = {}  # node → which of its processes has come least far, and where it is
+        self.failures: Path | None = None  # folder in which processes write why they fail
+        self.slowest: dict[int, list[Any]] = {}  # node → its slowest process, and that one's position
         self.abandoned = False  # whether processes that ignore the signal are killed
-        self.scratch: Path | None = None  # for NCCL's log; it stays when it has something to tell
+        self.scratch: Path | None = None  # for NCCL's log; kept if it has relevant lines
 
     async def run(self, *, notice: Path | None = None, logs: Path | None = None) -> int:
-        """Run until the outcome of the job is decided, end what is left, and return the exit code.
+        """Run until the outcome of the job is decided, end the remaining processes, and return the exit code.
 
         notice: the file on whose appearance the first node's launcher stops the job. logs: the folder of each process's
         log.
@@ -257,7 +257,7 @@ class Launcher:
             self._decide(Outcome(1, f"node {self.node_rank.ranks(node)}: {cause}"))
 
     async def _next_line(self, reader: asyncio.StreamReader) -> bytes:
-        """Wait in short turns: of the time for which a scheduler suspends a job, its launchers too, one turn counts."""
+        """Wait in short turns: only one turn of a suspension by the scheduler counts."""
         for _ in range(8):
             with contextlib.suppress(TimeoutError):
                 return await asyncio.wait_for(reader.readline(), self.patience / 8)
@@ -270,7 +270,7 @@ class Launcher:
             await asyncio.sleep(min(BEAT, self.patience / 4))
 
     def _send(self, node: int, message: Mapping[str, object]) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # who is gone is noticed by who listens
+        with contextlib.suppress(OSError, RuntimeError):  # the receiver notices a lost connection
             self.peers[node].write(json.dumps(message).encode() + b"\n")
 
     async def _hang_up(self, outcome: Outcome) -> None:
@@ -289,7 +289,7 @@ class Launcher:
         self.failures = Path(tempfile.mkdtemp(prefix="ekiben-failures-"))
         settings = {**os.environ, FAILURE_DIR: str(self.failures)}
         if self.node_rank.size > 1:
-            # When a process dies, the others' PyTorch would print pages of C++ frames over the cause.
+            # When a process dies, PyTorch in the others would print pages of C++ frames after the cause.
             settings.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             self._keep(self._watch_workers())
         if len(self.node_rank.nodes) > 1:
@@ -329,7 +329,7 @@ class Launcher:
         return self.node_rank.node * self.node_rank.processes + local
 
     def _copy_output(self, pipes: Sequence[tuple[int, int]]) -> None:
-        """Copy what each process writes to the job's log and to one of its own.
+        """Copy the output of each process to the job's log and to its own log.
 
         In threads: a slow disk must not stop the beat.
         """
@@ -351,7 +351,7 @@ class Launcher:
             self._keep(self._end_stragglers())
         ended = code < 0 if self.abandoned else self.stopping and -code in ENDINGS
         if ended or ((self.stopping or self.leaving) and PEER_LOST in self._reason(local)):
-            return self.stopped  # it got a signal, and had nothing to save yet; or it waited for one that had nothing
+            return self.stopped  # it got a signal before there was anything to save; or it waited for such a process
         if code not in (0, REQUEUE, INTERRUPTED):
             ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; that is how a system that runs out of memory ends a process" if -code == signal.SIGKILL else ""
@@ -362,14 +362,14 @@ class Launcher:
         return code
 
     def _reason(self, local: int) -> str:
-        """What the process itself has written, or nothing."""
+        """Return the reason that the process itself has written, or nothing."""
         file = (self.failures or Path()) / f"rank-{self._rank(local)}"
         return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
 
     async def _watch_workers(self) -> None:
         """End the job when a process is stopped (SIGSTOP), or hangs: the others wait for it."""
         pause, node = min(BEAT, self.patience / 4), self.node_rank.node
-        # Looks in a row, not seconds: a scheduler that suspends the job stops this, too.
+        # Successive checks, not seconds: they stop while the job is suspended.
         stopped, silent = Counter[int](), Counter[int]()
         positions: dict[int, dict[str, Any]] = {}
         while True:
@@ -386,14 +386,14 @@ class Launcher:
             self.slowest[node] = self._find_slowest(positions, pids)
             for rank, position in positions.items():
                 if (seconds := silent[rank] * pause) >= position["limit"]:
-                    if not position["lockstep"]:  # the others do not wait for it, or say so
+                    if not position["lockstep"]:  # the others do not wait for it, or report that
                         reason = (
                             f"rank {rank} on {self.node_rank.name}: no progress for {format_seconds(seconds)}"
                             f" {position['where']}"
                         )
                         self._report(node, Outcome(1, f"{reason} (setting hang_minutes)"))
                         return
-                    await asyncio.sleep(2 * pause)  # until the first node knows where the others' processes are
+                    await asyncio.sleep(2 * pause)  # until the first node knows the positions of the others' processes
                     self._report_hang(seconds)
                     return
 
@@ -434,7 +434,7 @@ class Launcher:
         return None
 
     async def _end_stragglers(self) -> None:
-        """End processes that wait for one that has ended: it had nothing to save yet, and they were running."""
+        """End processes that wait for one that has ended before it had anything to save."""
         await asyncio.sleep(STOP_GRACE)
         self.abandoned = True
         await self._end_workers()
@@ -461,7 +461,9 @@ class Launcher:
         Grid Engine warns with SIGUSR2, or SIGXCPU; tasks know SIGUSR1.
         """
         if not self.stopping:
-            print_line(f"{self.node_rank.nodes[source]} got {signal.Signals(number).name}: the processes save and end")
+            print_line(
+                f"{self.node_rank.nodes[source]} received {signal.Signals(number).name}: the processes save and end"
+            )
         self.stopping, self.stopped = True, INTERRUPTED if number == signal.SIGINT else REQUEUE
         forwarded = signal.SIGUSR1 if number in (signal.SIGUSR2, signal.SIGXCPU) else number
         for worker in self.workers:
@@ -469,7 +471,7 @@ class Launcher:
             if worker.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, forwarded)
-                    os.kill(worker.pid, signal.SIGCONT)  # one that is stopped would never answer
+                    os.kill(worker.pid, signal.SIGCONT)  # a stopped process would never answer
         if not self.workers:
             self._decide(Outcome(self.stopped))
         for node in self.peers:
@@ -493,7 +495,7 @@ class Launcher:
             left = [worker for worker in left if worker.returncode is None]
 
     async def _watch_nccl(self, folder: Path) -> None:
-        """Print which network NCCL chose, which it says only in its log."""
+        """Print which network NCCL chose, from its log."""
         while True:
             await asyncio.sleep(1)
             if (network_name := nccl_network(folder)) is not None:
@@ -524,7 +526,7 @@ def copy_lines(source: int, logs: Path, rank: int) -> None:
     with os.fdopen(source, "rb") as stream:
         while line := stream.readline(1 << 16):
             for sink in sinks:
-                with contextlib.suppress(OSError):  # a full disk ends nothing
+                with contextlib.suppress(OSError):  # a full disk does not end the job
                     sink.write(line)
                     sink.flush()
 
@@ -545,7 +547,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def free_port() -> int:
-    """Return a port where nobody listens.
+    """Return an unused port.
 
     It lies below those that the kernel gives to connections: one of these could take it before the first process does.
     """
@@ -573,7 +575,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=29400, help="where the launchers meet, on the first node")
     parser.add_argument("--key", type=Path, metavar="FILE", help="a secret that they all can read")
     parser.add_argument("--notice", type=Path, metavar="FILE", help="when it appears: save and end; on the first node")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="copy what each process writes to DIR/RANK.log")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="copy the output of each process to DIR/RANK.log")
     parser.add_argument("--patience", type=float, default=60, help="seconds that a node may be silent")
     parser.add_argument("--start-patience", type=float, default=600, help="seconds to wait for the slowest node")
     parser.add_argument("command", nargs="+", help="the task and its arguments, after --")

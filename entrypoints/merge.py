@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.command("merge", __doc__, Settings, arguments)
     parser.add_argument("--adapter", metavar="DIR", help="folder train wrote (default: result/adapter)")
-    parser.add_argument("--base", metavar="DIR", help="the base model's folder, if it is not where the adapter says")
+    parser.add_argument("--base", metavar="DIR", help="the base model's folder, if not that of the adapter's config")
     parser.add_argument("--output", metavar="DIR", help="where the merged model is written (default: merged)")
     return parser.parse_args(arguments)
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "run", nargs="?", default="result", help="a run's output folder, or one of its checkpoints (default: result)"
     )
-    parser.add_argument("--base", metavar="MODEL", help="the model it was trained from, if the checkpoint does not say")
+    parser.add_argument("--base", metavar="MODEL", help="its base model, if the checkpoint does not name one")
     parser.add_argument("--output", metavar="DIR", help="where the model is written (default: merged)")
     args = parser.parse_args(arguments)
     settings = options.load(Settings, args.config, args.set)

@@ -26,7 +26,7 @@ from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.hub import format_hub_error
 from ekiben_tasks.task.settings import option
 
-Items = Iterator[tuple[str, tuple[Any, ...]]]  # (where, (title, context, question, answer, its offset))
+Items = Iterator[tuple[str, tuple[Any, ...]]]  # (position, (title, context, question, answer, offset of the answer))
 SPLITS = {"train": "jsquad-train", "valid": "jsquad-valid", "dev": "jsquad-valid", "test": "jsquad-test"}
 
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def list_splits(location: str) -> dict[str, Items]:
-    """Return the output file's name → its questions, each with where it is and its context.
+    """Return the output file's name → its questions, each with its position and context.
 
     location: a file in SQuAD's format, a folder of them, or a hub id.
 
@@ -117,7 +117,7 @@ def read_questions(items: Items) -> tuple[list[dict[str, Any]], list[InvalidExam
 
 
 def _make_row(item: tuple[Any, ...]) -> dict[str, Any] | str:
-    """Return the row, or what is wrong.
+    """Return the row, or a description of the problem.
 
     A context begins with its title and [SEP], which the answer's offset counts, too.
     """

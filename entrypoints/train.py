@@ -55,12 +55,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data",
         action="append",
         default=[],
-        metavar="PLACE",
+        metavar="SOURCE",
         help="instead of the setting data; repeatable; 'sample': the recipe's own rows",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results go (default: result)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, and stop")
     command.add_on_option(parser)
     parser.add_argument(
         "--smoke", action="store_true", help="train a tiny model on the sample rows, offline, and check everything"

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check_folder(args.input)
     if outside := _leads_outside(args.input):
         raise TaskError(
-            f"{outside}: is a link that leads out of {args.input.absolute()}; what it leads to would be uploaded."
+            f"{outside}: is a link that points out of {args.input.absolute()}; what it points to would be uploaded."
             " Remove it"
         )
     token = os.environ.get("HF_TOKEN", "").strip()
@@ -174,7 +174,7 @@ def upload(folder: Path, name: str, token: str, *, private: bool) -> None:
 
 
 def _download(name: str, token: str, folder: str) -> str:
-    """Anew, into a folder of its own: what is in the cache would prove nothing."""
+    """Download the model into a new folder: cached files would prove nothing."""
     import huggingface_hub
 
     try:
@@ -190,8 +190,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=Path, metavar="DIR", help=f"default: the first of {', '.join(_FOLDERS)}")
     parser.add_argument("--name", required=True, metavar="OWNER/NAME", help="of the model on the hub")
     parser.add_argument("--prompt", default="Once upon a time,", metavar="TEXT", help="the text to continue")
-    parser.add_argument("--private", action="store_true", help="a repository only you can see")
-    parser.add_argument("--dry-run", action="store_true", help="generate, list the files, send nothing")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
+    parser.add_argument("--dry-run", action="store_true", help="generate and list the files; do not upload")
     return parser.parse_args(arguments)
 
 

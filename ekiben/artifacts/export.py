@@ -28,7 +28,7 @@ def build_and_export(
 ) -> tuple[Image, list[Artifact]]:
     """Build the image as ``actions`` say (by default plan()'s) and export it.
 
-    Once, a damaged blob met on the way is dropped and made again, and so is a layer that was removed after it was
+    Once, a damaged blob is dropped and built again, and so is a layer that was removed after it was
     planned.
     """
     store, progress = context.store, context.progress
@@ -49,7 +49,7 @@ def build_and_export(
 
 
 def _damaged_blobs(actions: Sequence[Action], store: Store) -> list[CorruptBlob]:
-    """Check every stored layer: whoever met the damage may only know that a block does not decompress."""
+    """Check every stored layer: the error that was raised may name a block only."""
     damaged = []
     for action in actions:
         try:

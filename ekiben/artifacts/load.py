@@ -15,8 +15,8 @@ from ekiben.store import Image
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What is done with an engine's images: their ids by tag ("" where there is none); ``load`` brings the image there
-    under a tag; ``tag`` gives an id a tag; ``untag`` removes a tag, and with its last one the image.
+    """Operations on an engine's images: their ids by tag ("" where there is none); ``load`` imports the image under a
+    tag; ``tag`` tags an id; ``untag`` removes a tag, and with its last one the image.
     """
 
     image_id: Callable[[str], str]
@@ -48,6 +48,6 @@ def load_image(kind: str, image: Image, engine: Engine, options: ExportOptions, 
         progress.log(f"{image.tag} {'is left as it was' if engine.image_id(image.tag) else 'is not made'}")
         raise
     finally:
-        with contextlib.suppress(EngineError):  # its daemon is gone: what failed before says so
+        with contextlib.suppress(EngineError):  # the daemon does not answer; the first error is reported
             engine.untag(untested)
     return artifact

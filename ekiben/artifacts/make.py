@@ -1,4 +1,4 @@
-"""Make what a recipe asks for: build its layers, export the image, run its tests. The one way of all commands."""
+"""Build a recipe's layers, export its image and run its tests: used by all commands and by the Python interface."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def make_image(context: BuildContext, request: BuildRequest, actions: Sequence[A
             squash=request.squash, with_sha256=request.verify, check=check if request.verify else None
         ),
     )
-    if request.verify and not checks:  # an archive, which nothing here runs
+    if request.verify and not checks:  # an archive is not run
         checks["stored"] = verify(image, store, progress)
     return BuiltImage(image, artifacts, [item for passed in checks.values() for item in passed])

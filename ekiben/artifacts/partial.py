@@ -1,4 +1,4 @@
-"""A file that grows beside the name it gets, in a folder that others may write, and that a later process resumes.
+"""A partial download next to its final name, in a folder that others may write; a later process resumes it.
 
 It lies in a folder of its own, with mode 0700 and a random name, under another random name: nobody else can put a link
 or a file there, whatever they do to the folders above. The names are recorded in the user's store, for the next
@@ -29,7 +29,7 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(slots=True)
 class Partial:
-    """``stream`` is the open file; ``had``: the bytes that it had from an earlier process."""
+    """``stream`` is the open file; ``had``: the bytes that an earlier process wrote."""
 
     stream: BinaryIO
     parent: Folder
@@ -74,8 +74,8 @@ class Partial:
 
 @contextlib.contextmanager
 def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
-    """Yield the file that will be ``out``, resumed where an earlier process left it; it is kept when the block breaks
-    off.
+    """Yield the file that will be ``out``, resumed where an earlier process stopped; it is kept when the block raises.
+
 
     Of two processes for one ``out``, the second begins another file. Raises StoreError.
     """
@@ -84,10 +84,10 @@ def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
         with Folder.open(out.absolute().parent) as parent, contextlib.ExitStack() as stack:
             partial, may_record = _resume(parent, store, record, digest, stack)
             if partial is None and may_record:
-                # Recorded before it is made, so that the next process finds what a kill leaves at any moment.
+                # Recorded before it is made: the next process finds it after a kill at any moment.
                 names = _new_names(out)
                 if may_record := _record(store, record, *names, digest):
-                    with contextlib.suppress(FileNotFoundError):  # another process has found it, and has it now
+                    with contextlib.suppress(FileNotFoundError):  # another process locked it first
                         partial = stack.enter_context(_begin(parent, *names))
                     may_record = partial is not None
             if partial is None:
@@ -109,7 +109,7 @@ def remove_empty_folder(out: Path, store: Store) -> None:
     """Remove the folder of a process that was killed when ``out`` had its name already."""
     record = _record_name(out)
     with (
-        contextlib.suppress(OSError, ValueError, StoreError),  # nothing is recorded, or it is gone
+        contextlib.suppress(OSError, ValueError, StoreError),  # nothing is recorded, or the file was removed
         Folder.open(out.absolute().parent) as parent,
     ):
         known = Fields.of(store.check(record))
@@ -153,16 +153,16 @@ def _resume(
         folder = stack.enter_context(parent.folder(folder_name))
         if not _is_private(folder):
             return None, True
-        if not folder.lexists(file_name):  # killed before the file was made, or after it got its name
+        if not folder.lexists(file_name):  # killed before the file was created, or after it was renamed
             with contextlib.suppress(OSError):
                 os.rmdir(folder_name, dir_fd=parent.handle)
             return None, True
         stream = stack.enter_context(_open(folder, file_name, 0))
-    except (OSError, ValueError, StoreError):  # nothing is recorded, or it is gone
+    except (OSError, ValueError, StoreError):  # nothing is recorded, or the file was removed
         return None, True
     if not _lock(stream):
         return None, False
-    if not folder.lexists(file_name):  # it has just got its name
+    if not folder.lexists(file_name):  # it was renamed after the check
         return None, True
     partial = Partial(stream, parent, folder, file_name)
     if known_digest != digest:

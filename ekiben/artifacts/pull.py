@@ -61,12 +61,12 @@ def pull(
     if kind == MEDIA_LAYER_CONFIG:
         raise FetchError(
             f"{reference} is a layer, not an image",
-            hint=f"EKIBEN_REGISTRY={reference.host}/{reference.repository} lets a build take it",
+            hint=f"with EKIBEN_REGISTRY={reference.host}/{reference.repository} a build uses it",
         )
     if not manifest.layers:
         raise FetchError(f"{reference} has no layer")
     if kind == MEDIA_SIF_CONFIG or manifest.layers[0].media_type == MEDIA_SIF:
-        inside = keys if keys and signer is None else None  # nobody signed it in the registry: it may be signed itself
+        inside = keys if keys and signer is None else None  # no signature in the registry: the file may contain one
         artifact, file_signer = _pull_sif(registry, manifest.layers[0], out, store, progress, inside)
         return artifact, digest, signer or file_signer
     if keys and signer is None:

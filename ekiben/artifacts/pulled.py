@@ -36,7 +36,7 @@ from ekiben.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """What is known of a pulled file. ``engine``: its reference by digest where it is a Docker image, else ""."""
+    """The record of a pulled file. ``engine``: its reference by digest where it is a Docker image, else ""."""
 
     digest: str
     state: SifState
@@ -75,7 +75,7 @@ def pull_once(reference: Reference, store: Store, progress: Progress) -> PulledI
     try:
         pull(by_digest, store, sif, progress)
     except FetchError:
-        if engine and which("docker", "podman"):  # of another builder: an engine runs it
+        if engine and which("docker", "podman"):  # built by another program: an engine runs it
             return _left_to_engine(sif, engine)
         raise
     sha256 = (manifest.layers[0].digest if is_sif else digest_of(sif)).removeprefix("sha256:")
@@ -93,7 +93,7 @@ def _stem(digest: str) -> str:
 
 
 def _left_to_engine(sif: Path, engine: str) -> PulledImage:
-    """Return an image without its SIF; what lies there all the same is not known, and goes."""
+    """Return an image without its SIF; a file without a record is removed."""
     sif.unlink(missing_ok=True)
     return PulledImage(sif, "", engine, "")
 

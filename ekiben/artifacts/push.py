@@ -72,7 +72,7 @@ class PushRequest:
     def check(self) -> None:
         """Raise UsageError when the fields contradict each other."""
         if self.reference.digest:
-            raise UsageError(f"{self.reference}: a push determines the digest; give a tag instead")
+            raise UsageError(f"{self.reference}: a push determines the digest; name a tag instead")
         if self.format != "layers":
             return
         if self.reference.tag:
@@ -102,7 +102,7 @@ def push(image: Image, store: Store, request: PushRequest, progress: Progress) -
     reference, format, key = request.reference, request.format, request.key
     if format == "layers":
         return _push_layers(image, store, reference, progress)
-    document = _make_sbom(image, store) if request.sbom else None  # first: it may fail, and then nothing is sent
+    document = _make_sbom(image, store) if request.sbom else None  # before the upload: if it fails, nothing is sent
     sender = _Sender(store, reference, progress)
     config, layers, media_type = _docker(image, store) if format == "docker" else _sif(image, store, progress, key)
     config_blob = _bytes_blob(config)
@@ -126,7 +126,7 @@ def push(image: Image, store: Store, request: PushRequest, progress: Progress) -
 
 
 def _make_sbom(image: Image, store: Store) -> bytes:
-    from ekiben.inspect.sbom import sbom_of_image  # late: its library takes a third of a second
+    from ekiben.inspect.sbom import sbom_of_image  # imported here: its library takes a third of a second
 
     return sbom_of_image(image, store).encode()
 

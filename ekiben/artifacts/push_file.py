@@ -1,4 +1,4 @@
-"""Push a SIF file as it is, whoever made it."""
+"""Push a SIF file as it is, also one of another program."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _TITLE = "org.opencontainers.image.title"
 
 
 def push_file(sif: Path, store: Store, request: PushRequest, progress: Progress) -> Pushed:
-    """Send a SIF file to a registry. The key signs the image there, and the file that is sent: whoever pulls it has
-    that.
+    """Send a SIF file to a registry. The key signs the image in the registry and the file that is sent.
+
 
     Raises FetchError, StoreError, EngineError; UsageError or VerifyError where its SBOM cannot be made.
     """
     request.check()
     reference, key = request.reference, request.key
     read_sif(sif)
-    document = _make_sbom(sif, store) if request.sbom else None  # first: it may fail, and then nothing is sent
+    document = _make_sbom(sif, store) if request.sbom else None  # before the upload: if it fails, nothing is sent
     sender = _Sender(store, reference, progress)
     try:
         with signed_copy(sif, store, key, progress) as source, open_regular(source) as stream:
@@ -70,6 +70,6 @@ def push_file(sif: Path, store: Store, request: PushRequest, progress: Progress)
 
 
 def _make_sbom(sif: Path, store: Store) -> bytes:
-    from ekiben.inspect.sbom import sbom_of  # late: its library takes a third of a second
+    from ekiben.inspect.sbom import sbom_of  # imported here: its library takes a third of a second
 
     return sbom_of(str(sif.absolute()), store, Progress(quiet=True)).encode()

@@ -31,11 +31,11 @@ _DEEPEST = 100  # folders
 
 @dataclass(frozen=True, slots=True)
 class RecipeState:
-    """Whether an image is what its recipe describes now; what differs, for a message.
+    """The comparison of an image with its recipe of today, for messages.
 
     ``files``: those that ship with the recipe, as scripts and settings; ``below``: definition files and layers;
-    ``reason``: why not everything was compared; ``fix``: what to do then, before a build, "" where a build is all, None
-    where nothing helps.
+    ``reason``: why not everything was compared; ``fix``: the step before a build, "" if a build suffices, None without
+    a remedy.
     """
 
     kind: Literal["same", "edited", "unknown"]
@@ -49,7 +49,7 @@ def state_of_sif(sif: Path, recipe: Recipe, stack: str | None = None) -> RecipeS
     """Compare a SIF with its recipe on ``stack``. Only the recipe's files and the keys of layers are read."""
     try:
         layers = read_sif(sif).layers
-        if not layers:  # of another builder, as below
+        if not layers:  # built by another program, as below
             return _unknown(str(sif), "it was not built by Ekiben", fix="")
         with open_regular(sif) as stream:
             top = SquashfsReader(stream, layers[-1].offset)
@@ -85,7 +85,7 @@ def state_in_engine(image_id: str, name: str, recipe: Recipe, store: Store, stac
     if record is None:
         return _unknown(name, f"the store {store.root} has no record of {name}", fix="")
     if config != image_id:
-        return _unknown(name, f"the image that was built last as {name} is another one", fix="")
+        return _unknown(name, f"the image that was built last as {name} is not this one", fix="")
     if record.get("is_custom"):
         return _unknown(name, "it was built with --gpu-arch or --build-arg")
     try:
@@ -145,7 +145,7 @@ def _changed_definitions(top: SquashfsReader, resolved: ResolvedRecipe) -> Itera
 def _changed_files(top: SquashfsReader, shipped: Iterable[File]) -> Iterator[str]:
     """Yield the recipe's own files that are not the same in the image.
 
-    What this program writes of its own is left out: another version of it is no edit.
+    Files that Ekiben itself adds are ignored: an upgrade of Ekiben is not an edit.
     """
     files = {file.destination.lstrip("/"): file for file in shipped}
     for path, file in files.items():
@@ -164,7 +164,7 @@ def _has(top: SquashfsReader, path: str, file: File) -> bool:
 
 
 def _paths_below(top: SquashfsReader, folder: str) -> Iterator[str]:
-    """Yield the paths of files. Raises ValueError for more than any recipe has: the file may be anybody's."""
+    """Yield the paths of files. Raises ValueError for too many: the image may come from elsewhere."""
     folders, count = [folder], 0
     while folders:
         for entry in top.children(folders.pop()):

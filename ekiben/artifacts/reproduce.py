@@ -1,4 +1,4 @@
-"""The same image again: built anew in an empty store, and compared with the one that is there, byte by byte."""
+"""The same image again: built again in an empty store, and compared with the one that is there, byte by byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rebuilt:
 
     @property
     def same(self) -> bool:
-        """Return whether the layer came out with equal bytes."""
+        """Return whether the rebuilt layer has the same bytes."""
         return (self.before.diff_id, self.before.digest) == (self.after.diff_id, self.after.digest)
 
 
@@ -49,7 +49,7 @@ class Comparison:
 
 
 def rebuild(context: BuildContext, *, user_root: Path) -> Comparison:
-    """Build a recipe from nothing but downloads, and compare. ``user_root``: the user's own store, beside which the
+    """Build a recipe in an empty store, and compare. ``user_root``: the user's own store, beside which the
     rebuilt one lies where nothing can be written beside the store.
 
     Raises VerifyError when it is not built yet, StoreError when there is no folder to rebuild in, and what build()
@@ -57,8 +57,8 @@ def rebuild(context: BuildContext, *, user_root: Path) -> Comparison:
     """
     store, progress = context.store, context.progress
     before = stored_image(context.resolved, store)
-    # Beside the store, so that the cache of downloads is the same one; what is removed afterwards is this store alone.
-    # A colleague's store cannot be written: then the cache beside the user's store is used.
+    # Beside the store, to share its cache of downloads; only this store is removed afterwards.
+    # A store of another user cannot be written: then the cache beside the user's store is used.
     beside = store.root.parent if os.access(store.root.parent, os.W_OK) else user_root.parent
     try:
         beside.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def rebuild(context: BuildContext, *, user_root: Path) -> Comparison:
     except OSError as error:
         raise StoreError(
             f"cannot create a folder to rebuild in: {beside}: {error.strerror}",
-            hint="EKIBEN_STORE names a store of your own; the rebuilt one lies beside it",
+            hint="EKIBEN_STORE names a store of your own; the rebuilt one is created next to it",
         ) from error
     try:
         after = build(replace(context, store=fresh))
@@ -111,4 +111,4 @@ def refuse_differences(name: str, comparison: Comparison) -> None:
             lines += [f"    … and {len(layer.differing) - _NAMED} more"] if len(layer.differing) > _NAMED else []
             lines += [f"    drift: {line}" for line in layer.after.drift]
     count = sum(not layer.same for layer in comparison.layers)
-    raise VerifyError(f"{name}: {count} of {len(comparison.layers)} layers came out differently:\n" + "\n".join(lines))
+    raise VerifyError(f"{name}: {count} of {len(comparison.layers)} layers differ:\n" + "\n".join(lines))

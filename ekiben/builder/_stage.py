@@ -40,7 +40,7 @@ def compile_stage(
 ) -> StoredResult:
     """Run the stage's %post and store its outputs as blobs. Return the result, whose record is not stored yet.
 
-    Raises LayerError, StoreError; VerifyError when it is no wheel for this stage.
+    Raises LayerError, StoreError; VerifyError when it is not a wheel for this stage.
     """
     store, progress = builder.store, builder.progress
     stats: CompileStats = store.compile_stats(stage.wheel) if stage.wheel else {}
@@ -53,8 +53,8 @@ def compile_stage(
     )
     work = work_folder(stage.name, stage.cache_key, store)
     make_folders(work)
-    resumes = any(work.iterdir())  # then what is compiled now is not all there is to it
-    os.utime(work)  # it is in use: prune leaves it alone
+    resumes = any(work.iterdir())  # then this attempt compiles only the rest
+    os.utime(work)  # it is in use: prune keeps it
     paths = {
         "EKIBEN_WORK": f"/{BUILD_MOUNT}/cache/work/{work.name}",
         "EKIBEN_MEASURED": f"/{BUILD_MOUNT}/measured.json",
@@ -117,8 +117,8 @@ def files_for(copies: Sequence[StageCopy], results: Mapping[str, StoredResult], 
 
     A folder's files keep their paths below it.
 
-    Raises LayerError for a folder whose destination ends with a slash: it would go there under its name, or what is in
-    it.
+    Raises LayerError for a folder whose destination ends with a slash: Docker and Apptainer disagree about its name
+    there.
     """
     files = []
     for item in copies:
@@ -131,7 +131,7 @@ def files_for(copies: Sequence[StageCopy], results: Mapping[str, StoredResult], 
                 files.append(File(path, file.mode, blob, stage=stage))
             elif _is_in(file.path, item.source):
                 if into.endswith("/"):
-                    raise LayerError(f"%files from {stage}: {folder} is a folder; name where it goes: {into}{name}")
+                    raise LayerError(f"%files from {stage}: {folder} is a folder; name its destination: {into}{name}")
                 path = into + file.path[len(folder) :]
                 files.append(File(path, file.mode, blob, line=item.line, target=into, name=name, stage=stage))
     return files
@@ -165,9 +165,9 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
 
 
 class _CompileTimer:
-    """The time that a stage has compiled: earlier attempts count up to the last unit that they finished.
+    """The compile time of a stage: earlier attempts count up to the last unit that they finished.
 
-    The record is in the store, not in the work folder: a stage's %post can put a link in that one's place.
+    The record is in the store, not in the work folder: a stage's %post can replace that one by a link.
     """
 
     def __init__(self, key: str, store: Store, *, resumes: bool) -> None:
@@ -183,7 +183,7 @@ class _CompileTimer:
         return round(self.earlier + self.now(), 1)
 
     def keep(self) -> None:
-        """Write the total where the next attempt finds it, should this one be cut."""
+        """Write the total for the next attempt, in case this one is killed."""
         with contextlib.suppress(StoreError):  # a full disk ends the compilation itself, with a better message
             self._store.put_compile_stats(self._key, {"seconds": self.total()})
 

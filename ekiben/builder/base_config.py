@@ -1,4 +1,4 @@
-"""A base's own configuration: written into its layer, and read from it for what stands on it."""
+"""A base's own configuration: written into its layer, and read from it by the layers above."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_layer(
     config: Mapping[str, tuple[int, bytes]], below: Sequence[SquashfsReader], out: BinaryIO, epoch: int
 ) -> SquashfsReader:
     """Write the files of a base's configuration to ``out`` as a squashfs, to be merged with ``below``; return it."""
-    from ekiben.formats.changeset import Lower, file_entries  # late: most invocations build nothing
+    from ekiben.formats.changeset import Lower, file_entries  # imported here: most invocations build nothing
     from ekiben.formats.layer import write_entries
     from ekiben.formats.squashfs.reader import SquashfsReader
     from ekiben.formats.squashfs.writer import SquashfsWriter

@@ -1,4 +1,4 @@
-"""build(): the story on one page.
+"""Build an image.
 
 resolve   recipe → layers with cache keys                   (ekiben.resolve.resolve)
 plan      CACHED, PULL or BUILD, and why; decided once      (ekiben.builder.plan)
@@ -119,7 +119,7 @@ def build_sources(context: BuildContext, copies: Sequence[StageCopy]) -> list[St
 
 
 def import_wheel(context: BuildContext, wheel: Path, sha256: str | None = None) -> StoredResult:
-    """Take a wheel compiled elsewhere: check it, make the layer it is for, run that layer's %test, keep both.
+    """Import a wheel compiled elsewhere: check it, make the layer it is for, run that layer's %test, keep both.
 
     Raises UsageError when the recipe compiles no such package; VerifyError when the wheel is not for it.
     """
@@ -129,7 +129,7 @@ def import_wheel(context: BuildContext, wheel: Path, sha256: str | None = None) 
     resolved, store = context.resolved, context.store
     digest = wheels.digest_of(wheel)
     if sha256 and digest != f"sha256:{sha256.lower().removeprefix('sha256:')}":
-        raise VerifyError(f"{wheel} has the hash {digest[7:]}, not the one asked for; it is not taken")
+        raise VerifyError(f"{wheel} has the hash {digest[7:]}, not the one given; it is not imported")
     stage = wheels.stage_for(resolved, wheel)
     record = wheels.read_record(wheel, stage)
     if (existing := store.result(stage.cache_key)) is not None:
@@ -147,12 +147,10 @@ def import_wheel(context: BuildContext, wheel: Path, sha256: str | None = None) 
         count = next(number for number, layer in enumerate(resolved.layers, 1) if stage in stages_of(layer.copies))
         recursion = _Build(LayerBuilder(context), {stage.cache_key: imported})
         layer = recursion.ensure_layers(plan_layers(resolved.layers[:count], store))[-1]
-        if (
-            store.result(stage.cache_key) is None
-        ):  # the layer was there: it is proof enough, if it holds this very wheel
+        if store.result(stage.cache_key) is None:  # the layer exists: its %test passed, if it has this very wheel
             if digest[7:] not in layer.notes.get("outputs", {}).values():
                 raise VerifyError(
-                    f"{layer.name} is in the store, made with another wheel than {wheel}; it is not taken"
+                    f"{layer.name} is in the store, made with another wheel than {wheel}, which is not imported"
                 )
             store.put_result(imported)
     return imported
@@ -243,7 +241,7 @@ class _Build:
                 return self.builder.make(layer, lower)
         from ekiben.builder._stage import files_for
 
-        # Of a layer that was to be pulled, and did not come, nothing is planned below.
+        # Nothing is planned below a layer that was to be pulled; if the pull fails, plan again.
         deps = action.stage_deps or plan_stages(layer.copies, self.store)
         with self._results(layer.copies, {dep.step.cache_key: dep for dep in deps}) as results:
             with self.progress.step(f"layer {layer.name} ({action.reason})"):
@@ -278,7 +276,7 @@ class _Build:
         from ekiben.builder._stage import compile_stage, files_for
 
         key = stage.cache_key
-        if key in self._locked:  # this build holds the lock, for a later stage: waiting for it would never end
+        if key in self._locked:  # this build has the lock itself, for a later stage: waiting would be a deadlock
             return self._locked[key]
         if stored := deps[key].stored:
             if self._is_intact(stored):
@@ -438,7 +436,7 @@ def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]
 
 
 def _are_complete(store: Store, layers: Sequence[StoredLayer], ref: Mapping[str, Any]) -> bool:
-    """Return whether what a build writes besides its layers can be read: a damaged record counts as none."""
+    """Return whether the other records of a build can be read: a damaged one counts as missing."""
     return _are_intact(store, (ref["config"], ref["manifest"])) and all(
         store.last_inputs(layer.name) is not None for layer in layers
     )

@@ -19,11 +19,11 @@ from ekiben.resolve.graph import Layer
 from ekiben.spec.environment import EnvironmentScript, depends_on_start
 from ekiben.store import Store, StoredLayer
 
-SECONDS = 60  # that a script may take
+SECONDS = 60  # timeout of a script
 LINES = 12  # of its output, in an error
 MAX_SIZE = 1 << 20  # bytes of all variables
 _WORK = f"/{BUILD_MOUNT}/environment.d"
-# Home and folder of each evaluation. The last has a shell whose commands tell of another machine.
+# Home and folder of each evaluation. In the last, commands such as hostname give other answers.
 _STARTS = {"usual": ("/root", "/"), "elsewhere": ("/nonexistent/home", "/usr"), "machine": ("/root", "/")}
 _TIMEOUT, _NO_ENV, _NO_SCRIPT = 90, 91, 92
 
@@ -140,7 +140,7 @@ def environment_files(evaluated: Evaluated) -> list[File]:
     return [File(path, mode, content=content) for path, (mode, content) in evaluated.files().items()]
 
 
-# Of the caller's variables Apptainer's scripts see the home and the folder alone.
+# Apptainer passes only the home and the folder of the caller's variables to these scripts.
 _POST = """\
 set +e
 shell=/bin/sh limit=

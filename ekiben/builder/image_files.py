@@ -111,7 +111,7 @@ def _tar(stream: IO[bytes]) -> tarfile.TarFile:
     try:
         return tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")
     except (tarfile.TarError, OverflowError, OSError) as error:
-        raise ValueError(f"is no tar, or damaged: {error}") from error
+        raise ValueError(f"is not a tar, or damaged: {error}") from error
 
 
 def _size(stream: IO[bytes]) -> int:
@@ -125,7 +125,7 @@ class _InTar:
         try:
             self._read_names(size)
         except (tarfile.TarError, OverflowError, OSError) as error:
-            raise ValueError(f"is no tar, or damaged: {error}") from error
+            raise ValueError(f"is not a tar, or damaged: {error}") from error
 
     def _read_names(self, size: int) -> None:
         for number, info in enumerate(self._tar):
@@ -176,7 +176,7 @@ def _read_blob(files: _Files, item: Descriptor) -> bytes:
 def _oci_image(files: _Files, name: str, platform: str) -> ImageInFile:
     items = _parsed("index.json", parse_index, _read(files, "index.json"))
     if items is None:
-        raise ValueError("has an index.json that is no index")
+        raise ValueError("has an index.json that is not an index")
     item = _chosen(items, name)
     data = _read_blob(files, item)
     if (listed := _parsed("an index of it", parse_index, data)) is not None:

@@ -1,6 +1,6 @@
 """Makes one layer: its base, its %post under an executor, or its files; as a blob in the store, with its record.
 
-What the host lends, the executor and the folders of a job are the same for a layer and for a build stage.
+A layer and a build stage share host mounts, executor and working folders.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ exec /bin/sh -i'
 class LayerBuilder:
     """Makes layers of one recipe. The executor is chosen when the first %post needs it, and then kept.
 
-    ``last_script`` is the key of the last layer whose %post runs: what earlier ones left behind is removed from then
-    on.
+    ``last_script`` is the key of the last layer whose %post runs: temporary files of earlier ones are removed after
+    it.
     """
 
     def __init__(self, context: BuildContext, last_script: str | None = None) -> None:
@@ -243,7 +243,7 @@ class LayerBuilder:
         log: LogLine,
         settings: Mapping[str, str] | None = None,
     ) -> Iterator[Iterator[LayerEntry]]:
-        """Run a step's %post on the layers below; inside the context what it changed can be read, once.
+        """Run a step's %post on the layers below; inside the context, its changes can be read once.
 
         ``settings`` are variables that are no input. Raises JobFailed, EngineError.
         """
@@ -263,7 +263,7 @@ class LayerBuilder:
         wheels = [file for file in files if file.destination.startswith(f"/{BUILD_MOUNT}/")]
         files = [file for file in files if file not in wheels]
         environment: Mapping[str, str] = {}
-        if source:  # code that nobody here wrote: it gets neither the host's settings nor the network
+        if source:  # code from elsewhere: it gets neither the host's settings nor the network
             mount_source(source, self._stack, mount / "source", self.store.downloads, folder)
         else:
             environment = mount_wheels(wheels, mount, write_host_files(mount, self.sources))
@@ -444,7 +444,7 @@ def prepare_job(
 
 def _files_tar(files: Sequence[File], links: Sequence[str] = ()) -> bytes:
     """Return the files of %files as a tar, which the executor unpacks before %post. ``links``: a path, and links that
-    lead there."""
+    point there."""
     import tarfile
 
     buffer = io.BytesIO()
@@ -463,8 +463,8 @@ def _files_tar(files: Sequence[File], links: Sequence[str] = ()) -> bytes:
 
 
 class Log:
-    """A step's log: every line is kept in a file, the last ones in memory for the error message. ``read_state`` may
-    make something better to show of a line than the line."""
+    """A step's log: every line is kept in a file, the last ones in memory for the error message. ``read_state``
+    may shorten a line for the progress display."""
 
     def __init__(self, path: Path, stream: io.TextIOWrapper, progress: Progress) -> None:
         self.path, self._stream, self._progress = path, stream, progress

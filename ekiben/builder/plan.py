@@ -115,7 +115,7 @@ def plan(
 
 
 def _log_actions(actions: Iterable[Action], store: Store, registry: str | None) -> None:
-    """Say with -v what is done for each layer and each build stage, and why."""
+    """Log the action and reason of each layer and each build stage for -v."""
     absent = f"; not available from {registry}" if registry else ""
     for action in actions:
         for dep in action.stage_deps:

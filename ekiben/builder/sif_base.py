@@ -1,6 +1,6 @@
 """A SIF as a base: what its /.singularity.d says, as files by which it holds in images on it.
 
-The recipe's own files take the place of the SIF's (/.singularity.d/env/90-environment.sh, runscript, labels.json), so
+The recipe's own files replace the SIF's (/.singularity.d/env/90-environment.sh, runscript, labels.json), so
 they are kept under other names first.
 """
 

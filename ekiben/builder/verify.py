@@ -150,7 +150,7 @@ def verify_loaded(kind: str, image: Image, store: Store, log: Log, *, again: boo
 
 
 def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) -> Check | None:
-    """Run the tests on the store's layers under whatever executor is here: for a machine without a runtime."""
+    """Run the tests on the store's layers with any executor: for a machine without a runtime."""
     available = next((item for item in by_preference() if item[1].unavailable() is None), None)
     if available is None:
         log_decision("tests on the stored layers", "not run", "no engine can be used here")
@@ -316,12 +316,12 @@ def _check_layers(image: Image, store: Store, progress: Progress) -> None:
             with store.reader(layer.digest) as reader:
                 diff_id, tar_size = tar_digest(reader)
             if (diff_id, tar_size) != (layer.diff_id, layer.tar_size):
-                if store.is_writable():  # the blob is intact: what its record says of it is put right
+                if store.is_writable():  # the blob is intact: its record is corrected
                     store.put_layer(replace(layer, diff_id=diff_id, tar_size=tar_size))
                 raise VerifyError(
                     f"the record of layer {layer.name} was damaged: its diff_id was {layer.diff_id}, and its files have"
                     f" {diff_id}",
-                    hint=f"the record is right now; `{command_name()} build {image.cli_args}` makes the image from it",
+                    hint=f"the record was corrected; `{command_name()} build {image.cli_args}` makes the image from it",
                 )
             progress.count(layer.size)
 

@@ -1,7 +1,7 @@
-"""Compiled wheels: what is checked of one before it is kept, and how one travels between stores.
+"""Compiled wheels: checks before one is stored, and export and import between stores.
 
 A wheel's key names its source, torch, CUDA, Python, the C++ ABI, the compute capabilities and the flags it is compiled
-with (ekiben.resolve.resolve). Its record travels with it in a file beside it: <wheel>.json.
+with (ekiben.resolve.resolve). Its record is a file beside it: <wheel>.json.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def validate_wheel(wheel: Path, name: str, inputs: Mapping[str, Any]) -> dict[st
     if not code:
         problems.append("there is no device code in it: it was compiled for CPUs only")
     if problems:
-        raise VerifyError(f"{wheel.name} is not what it should be, and is not kept:\n  " + "\n  ".join(problems))
+        raise VerifyError(f"{wheel.name} does not fit its stage, and is not kept:\n  " + "\n  ".join(problems))
     return {"extensions": {path: code.get(path, []) for path in sorted(extensions)}}
 
 
@@ -71,7 +71,7 @@ def read_wheel(wheel: Path, name: str, inputs: Mapping[str, Any]) -> dict[str, E
     try:
         package, _, _, tags = parse_wheel_filename(wheel.name)
     except InvalidWheelFilename as error:
-        raise VerifyError(f"{wheel.name} is no wheel's file name") from error
+        raise VerifyError(f"{wheel.name} is not a wheel's file name") from error
     if package != canonicalize_name(name):
         raise VerifyError(f"{wheel.name} is a wheel of {package}; expected: {name}")
     python, platform = "cp" + str(inputs["python"]).replace(".", ""), str(inputs["platform"])
@@ -114,7 +114,7 @@ def _check_record(archive: zipfile.ZipFile, name: str) -> None:
         except (KeyError, ValueError):
             computed = ""
         if computed != value:
-            raise VerifyError(f"{name}: {path} is not what the wheel's RECORD says")
+            raise VerifyError(f"{name}: {path} differs from the wheel's RECORD")
 
 
 def _library_problems(library: Library, inputs: Mapping[str, Any]) -> list[str]:
@@ -127,7 +127,7 @@ def _library_problems(library: Library, inputs: Mapping[str, Any]) -> list[str]:
         if (match := re.match(r"libcudart\.so\.(\d+)", soname)) and match[1] != major:
             problems.append(f"is linked against CUDA {match[1]} ({soname}); the stack has CUDA {inputs['cuda']}")
     if any(soname.startswith(("libtorch", "libc10")) for soname in library.needed):
-        # torch's own functions that take a std::string carry the ABI in their names, whichever it is.
+        # The mangled names of torch's functions with a std::string argument show the ABI.
         of_torch = [symbol for symbol in library.undefined if re.match(r"_ZNK?(?:2at|3c10|5torch)", symbol)]
         new = any("B5cxx11" in symbol or "__cxx11" in symbol for symbol in of_torch)
         old = any("RKSs" in symbol or symbol.endswith("Ss") for symbol in of_torch)
@@ -213,12 +213,12 @@ def read_record(wheel: Path, stage: BuildStage) -> StoredResult | None:
         if not record.files:
             raise ValueError("names no file")
     except (OSError, ValueError) as error:
-        raise VerifyError(f"{path} is no record of a wheel: it {error}") from error
+        raise VerifyError(f"{path} is not a record of a wheel: it {error}") from error
     if record.key != stage.cache_key:
         raise VerifyError(
-            f"{wheel.name} was compiled for something else than {stage.name} is here:\n  "
+            f"{wheel.name} was not compiled for {stage.name} as it is here:\n  "
             + "\n  ".join(differences(record.inputs, stage.inputs)),
-            hint="import it where these are the same, or build the image without it, which compiles the package here",
+            hint="import it where these agree, or build the image without it: the package is compiled here",
         )
     digest = digest_of(wheel)
     if digest not in [item.digest for item in record.files]:
@@ -264,7 +264,7 @@ def digest_of(path: Path) -> str:
 
 
 def format_savings(resolved: ResolvedRecipe, store: Store) -> str:
-    """Say what --gpu-arch leaves out and, where the same package was compiled before, what that took."""
+    """Return the architectures that --gpu-arch leaves out and the compile time saved, as far as it is known."""
     from ekiben.spec.stack import find_stack
 
     everything = find_stack(resolved.stack.name, resolved.recipe.image_folders).file.compute_capabilities

@@ -1,4 +1,4 @@
-"""Fetch what a bundle holds: the finished image's own apt and pip get what was locked."""
+"""Fetch the packages of a bundle with the finished image's own apt and pip."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _is_source_lock(file: File) -> bool:
 def _copy_locks(locks: Sequence[File], mount: Path) -> None:
     for number, file in enumerate(locks):
         assert file.source
-        built = {source.name for source in read_sources(sources_file(file.source))}  # what stages make of it travels
+        built = {source.name for source in read_sources(sources_file(file.source))}  # the outputs of stages are bundled
         target = make_folder(mount / "locks") / f"{number}-{file.source.name}"
         target.write_text(without_packages(file.text(), built), encoding="utf-8")
 
@@ -150,7 +150,7 @@ def _run(
     except JobFailed as error:
         tail = "\n".join(f"  {line}" for line in lines[-12:])
         raise FetchError(
-            f"{resolved.recipe.name}: what it was built from could not be fetched. The last lines:\n{tail}",
+            f"{resolved.recipe.name}: its sources could not be fetched. The last lines:\n{tail}",
             hint=f"a version may be gone from the mirror: run {command_name()} lock, build again, then bundle",
         ) from error
 

@@ -16,7 +16,7 @@ from ekiben.resolve.graph import ResolvedRecipe
 
 FORMAT = 3
 SECTIONS = ("debs", "wheels", "compiled", "sources", "include")
-_FORMER_INCLUDE = {2: "with"}  # format → what include/ is called in it
+_FORMER_INCLUDE = {2: "with"}  # format → its name of include/
 INDEX = "bundle.json"
 MAX_INDEX = 256 << 20  # bytes
 
@@ -113,5 +113,5 @@ def link_stays_inside(name: str, target: str) -> bool:
 
 
 def snapshot_folder(name: str) -> str:
-    """Return ``include/name``: what a link of that member must not lead out of."""
+    """Return ``include/name``: a link of that member must not point out of it."""
     return "/".join(name.split("/")[:2])

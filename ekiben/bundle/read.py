@@ -1,4 +1,4 @@
-"""Read a bundle: unpack and check it, and hand out what a build without a network needs."""
+"""Read a bundle: unpack and check it, and provide its packages to a build without a network."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _unpack(path: Path, folder: Path) -> BundleIndex:
             )
             if index is None:
                 raise StoreError(
-                    f"{path} is no bundle, or one of another version of Ekiben",
+                    f"{path} is not a bundle, or one of another version of Ekiben",
                     hint=f"{command_name()} bundle RECIPE -o FILE",
                 )
             left = dict(index.files)
@@ -82,11 +82,11 @@ def _unpack(path: Path, folder: Path) -> BundleIndex:
                 if (
                     file is None
                     or not _is_plain(member.name, index.include)
-                    or not (member.isreg() or member.issym())  # a hard link leads to another member, or to none
-                    or member.issparse()  # none that Ekiben wrote: its holes fill the disk
+                    or not (member.isreg() or member.issym())  # a hard link names another member, or none
+                    or member.issparse()  # not written by Ekiben: a sparse file could fill the disk
                     or (member.linkname if member.issym() else None) != file.link
                 ):
-                    raise StoreError(f"{path}: {member.name} is not what its {INDEX} says")
+                    raise StoreError(f"{path}: {member.name} differs from its {INDEX}")
                 _unpack_member(path, folder, tar, member, file)
         _refuse_links_out(path, folder, index)
     except (tarfile.TarError, ValueError, EOFError) as error:
@@ -104,7 +104,7 @@ def _unpack(path: Path, folder: Path) -> BundleIndex:
 def _unpack_member(path: Path, folder: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, file: BundleFile) -> None:
     target = folder / member.name
     if any((folder / parent).is_symlink() for parent in Path(member.name).parents):
-        raise StoreError(f"{path}: {member.name} lies behind a link")
+        raise StoreError(f"{path}: {member.name} is below a link")
     target.parent.mkdir(parents=True, exist_ok=True)
     if member.issym():
         if not link_stays_inside(member.name, member.linkname):
@@ -121,7 +121,7 @@ def _unpack_member(path: Path, folder: Path, tar: tarfile.TarFile, member: tarfi
 
 
 def _refuse_links_out(path: Path, folder: Path, index: BundleIndex) -> None:
-    """Followed for real: one link through another may lead further up than its own text does."""
+    """Follow links in the file system: a link through another may point further up than its text does."""
     for name, file in index.files.items():
         target = folder / name
         if file.link is None or not target.is_symlink():
@@ -137,7 +137,7 @@ def _refuse_links_out(path: Path, folder: Path, index: BundleIndex) -> None:
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     content = tar.extractfile(member)
     if content is None:
-        raise tarfile.TarError(f"{member.name} is no file")
+        raise tarfile.TarError(f"{member.name} is not a file")
     return content
 
 
@@ -152,7 +152,7 @@ def check_bundle(bundle: Bundle, resolved: ResolvedRecipe) -> None:
     ours, theirs = lock_digests(resolved), bundle.index.locks
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
         raise FetchError(
-            f"the bundle of {bundle.index.recipe} ({bundle.index.stack}) has not what is asked for here: other "
+            f"the bundle of {bundle.index.recipe} ({bundle.index.stack}) is for another request: other "
             f"{', '.join(other)}",
             hint=f"create it again where there is a network: {command_name()} bundle {resolved.cli_args}",
         )
@@ -164,7 +164,7 @@ def import_compiled(bundle: Bundle, store: Store) -> None:
         try:
             result = StoredResult.parse(Fields.of(parse_json(read_regular(path))))
         except ValueError as error:
-            raise StoreError(f"{path.name} in the bundle is no record of a build stage: it {error}") from error
+            raise StoreError(f"{path.name} in the bundle is not a record of a build stage: it {error}") from error
         if result.key != path.stem:
             raise StoreError(f"{path.name} in the bundle is the record of another build stage: {result.key}")
         if store.result(result.key):

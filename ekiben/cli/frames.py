@@ -33,6 +33,6 @@ def wants_frames(args: Sequence[str], environment: Mapping[str, str], with_value
 
 def print_frames(error: BaseException) -> None:
     """Print the frames of ``error``, and of the errors that caused it, to stderr."""
-    import traceback  # late: most commands end without an error
+    import traceback  # imported here: most commands end without an error
 
     click.echo(printable("".join(traceback.format_exception(error))), nl=False, err=True)

@@ -64,14 +64,14 @@ def _terminate(signum: int, frame: object) -> None:
 
 
 def _repeat_interrupt(ignored: sys.UnraisableHookArgs) -> None:
-    """Send a signal again that arrived in a destructor, where Python prints its exception and goes on."""
+    """Send a signal again that arrived in a destructor, where Python prints its exception and continues."""
     if not issubclass(ignored.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(ignored)
         return
     signum = signal.SIGTERM if issubclass(ignored.exc_type, Terminated) else signal.SIGINT
     delay, is_started = 0.02, False
     while not is_started:
-        # On a busy machine the signal comes while this starts its thread, where it would be ignored once more.
+        # On a busy machine the signal may arrive while this thread starts, and would be ignored again.
         with contextlib.suppress(KeyboardInterrupt):
             later = threading.Timer(delay, os.kill, (os.getpid(), signum))
             later.daemon = True
@@ -147,7 +147,7 @@ class Root(click.Group):
         hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
         try:
             return self._invoke(ctx)
-        except KeyboardInterrupt as error:  # also one that comes while an error is printed
+        except KeyboardInterrupt as error:  # also a signal while an error is printed
             self._interrupt(ctx, error)
         finally:
             sys.unraisablehook = hook
@@ -164,7 +164,7 @@ class Root(click.Group):
             raise wrong from raised
         except EkibenError as error:
             self._exit(ctx, error)
-        except OSError as error:  # of a path that somebody named: too long, unreadable, on a disk that fails
+        except OSError as error:  # a path from the command line: too long, unreadable, on a failing disk
             if error.filename is None:
                 raise
             expected = EkibenError(f"{os.fsdecode(error.filename)}: {error.strerror}")
@@ -286,7 +286,7 @@ def root(ctx: click.Context, store: Path | None, shared: Path | None, verbose: b
       ekiben plan lora-opencalm               what would be built, and why
       ekiben run lora-opencalm train          run a task
     """
-    environment = {**os.environ, VARIABLE: "1"} if traceback else os.environ  # a task that is run reads it
+    environment = {**os.environ, VARIABLE: "1"} if traceback else os.environ  # a task that `run` starts reads it
     set_command_options({"--store": store, "--shared": shared})
     ctx.obj = Context(store_option=store, shared_option=shared, environment=environment)
     if verbose:
@@ -323,10 +323,10 @@ def main() -> None:
             raise
         _print_requested_frames(error)
         click.echo(f"error: the output cannot be written: {error.strerror}", err=True)
-        os._exit(1)  # what is buffered cannot be written either, and Python would print a traceback for it
+        os._exit(1)  # buffered text cannot be written either, and Python would print a traceback
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what Python does last ends without a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python flushes at exit, without a traceback
 
 
 def _run() -> int:

@@ -106,7 +106,7 @@ class TaskCommand(Command):
         Raises click's UsageError for an option that is not this command's.
         """
         without = click.Command(self.name, params=[param for param in self.params if isinstance(param, click.Option)])
-        parser = without.make_parser(ctx)  # without the arguments, which would take the rest
+        parser = without.make_parser(ctx)  # without the arguments, which would match all that follows
         parser.allow_interspersed_args = False
         _, rest, _ = parser.parse_args(list(args))
         options = args[: len(args) - len(rest)]
@@ -215,7 +215,7 @@ class NameType(TextType):
 
 
 class RecipeType(NameType):
-    """A recipe, or what else a command takes in its place; the shell completes names of recipes, and files."""
+    """A recipe or another kind of name; the shell completes names of recipes, and files."""
 
     name = "recipe"
 
@@ -323,7 +323,7 @@ class _KeyType(TextType):
 @dataclass(frozen=True, slots=True)
 class RecipeOptions:
     """What the command line asks for beside the recipe's name. ``arguments`` are those of definition files; ``layers``
-    are put on the recipe's; ``included`` are files and folders elsewhere that it may use."""
+    are added to the recipe's; ``included`` are files and folders elsewhere that it may use."""
 
     stack: str | None = None
     gpu_arch: str | None = None
@@ -366,7 +366,7 @@ def image_options(function: Function) -> Function:
         multiple=True,
         type=LayerType(),
         metavar="NAME",
-        help="Put this layer on the recipe's, or in the place of one whose packages it has; may repeat.",
+        help="Add this layer; it replaces the layer with the same packages; may repeat.",
     )(function)
     return click.option(
         "--stack", type=NameType(), metavar="NAME", help="Use this stack of images/stacks/, not the recipe's."
@@ -481,8 +481,8 @@ def sign_option(function: Function) -> Function:
         flag_value=_DEFAULT_KEY,
         metavar="[KEY]",
         help=(
-            "Sign it with this PGP key, as gpg knows it; without KEY, with gpg's default or your only one. Where "
-            "config.yaml has require_signature, your key of those signs anyway."
+            "Sign it with this PGP key, named as in gpg; without KEY, with gpg's default key or your only one. If "
+            "config.yaml has require_signature, your key among those signs without this option."
         ),
     )(function)
 
@@ -517,7 +517,7 @@ def progress_option(function: Function) -> Function:
         show_default=True,
         expose_value=False,
         callback=remember,
-        help="Show the last lines of what runs on a terminal, and none elsewhere; or print them all.",
+        help="Output of scripts: `auto` shows the last lines on a terminal only; `plain` prints all lines.",
     )(function)
 
 

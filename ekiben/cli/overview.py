@@ -22,11 +22,11 @@ _WAYS_TO_BUILD = {
 
 
 def overview() -> Iterator[str]:
-    """Yield a few lines: the recipes that are here, and the commands to go on with."""
+    """Yield a few lines: the recipes in this folder, and the next commands."""
     known, here = sorted(recipe_folders()), _recipes_in(Path())
     sifs = sorted(f"./{path.name}" for path in Path().glob("*.sif") if path.is_file())
     names = [*here, *sifs, *(name for name in known if name == "hello"), *known, "RECIPE"]
-    shown = next(name for name in names if name == single_line(name))  # a line is pasted, and means what it shows
+    shown = next(name for name in names if name == single_line(name))  # a line can be pasted into a shell
     if sifs:
         yield f"Images in this folder:  {_first(sifs)}"
     if here:
@@ -48,7 +48,7 @@ def overview() -> Iterator[str]:
 
 def _ways_to_run(shown: str) -> Iterator[tuple[str, str]]:
     """Yield how an image that is here is run, and how a recipe here gets other versions."""
-    with contextlib.suppress(EkibenError):  # building it says what is wrong
+    with contextlib.suppress(EkibenError):  # a build prints the error
         image = find_image(shown, ImageOptions())
         tasks = list(image.tasks or ())
         if image.sif.is_file():

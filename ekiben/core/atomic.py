@@ -1,4 +1,4 @@
-"""Write several files as one: all of them are there, or none of the new ones is."""
+"""Write several files atomically: all of the new ones exist, or none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def new_folder(path: Path, *, error: type[EkibenError] = UsageError) -> Iterator
         try:
             temporary.mkdir()
             lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # a file system without locks: nobody removes it
+            with contextlib.suppress(OSError):  # a file system without locks: it is not removed
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield temporary
             if outer == path:
@@ -52,7 +52,7 @@ def new_folder(path: Path, *, error: type[EkibenError] = UsageError) -> Iterator
             else:
                 temporary.rename(path)
         except OSError as failure:
-            # Before what was written goes: by then there would be inodes again.
+            # Before the new files are removed, which would free inodes.
             _raise_translated(failure, path, error)
             raise
         finally:
@@ -63,7 +63,7 @@ def new_folder(path: Path, *, error: type[EkibenError] = UsageError) -> Iterator
 
 @contextlib.contextmanager
 def new_parents(path: Path, *, error: type[EkibenError] = UsageError) -> Iterator[None]:
-    """Make the folders that ``path`` lies in; they go again when the block raises.
+    """Create the parent folders of ``path``; they are removed when the block raises.
 
     Raises ``error`` for an OSError, naming ``path``.
     """
@@ -88,7 +88,7 @@ def _raise_translated(failure: OSError, path: Path, error: type[EkibenError]) ->
 
 
 def _concerns(failure: OSError, path: Path) -> bool:
-    """Return whether what failed is writing ``path``, and not reading what goes there."""
+    """Return whether writing ``path`` failed, rather than reading its source."""
     if not isinstance(failure.filename, str):
         return True
     failed = Path(failure.filename)
@@ -96,7 +96,7 @@ def _concerns(failure: OSError, path: Path) -> bool:
 
 
 def write_files(files: Mapping[Path, str | Iterable[bytes]], *, error: type[EkibenError] = UsageError) -> None:
-    """Write files that take their names when all of them are complete; text becomes UTF-8.
+    """Write files that are renamed when all of them are complete; text is encoded as UTF-8.
 
     Raises ``error`` when one cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Check values that somebody else wrote, before they name a file or count as a size.
+"""Check values from untrusted files before they are used as file names or sizes.
 
 A published folder, a registry's answer and a bundle are written by others. What they say is checked here, field by
 field: ``Fields`` wraps one JSON object, and each of its methods returns a value of one kind or raises ValueError with
@@ -25,8 +25,8 @@ TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # the name of a task, which 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_MAX_SIZE = 2**63 - 1  # bytes; what a file system can hold
-_MAX_BASENAME = 255  # bytes of a file's name on every file system here
+_MAX_SIZE = 2**63 - 1  # bytes; the limit of file systems
+_MAX_BASENAME = 255  # bytes of a file's name, the limit of Linux file systems
 _MAX_DEPTH = 32
 _MAX_DIGITS = 40
 MAX_JSON = 16 << 20  # bytes
@@ -51,7 +51,7 @@ def is_basename(value: object) -> bool:
 
 
 def shorten(value: object) -> str:
-    """Return ``value`` as it is shown in an error. The whole text of a few nested YAML aliases would have gigabytes."""
+    """Return ``value`` shortened for an error: the full text of a few nested YAML aliases can be gigabytes."""
     return f"{reprlib.repr(value):.80}"
 
 
@@ -90,7 +90,7 @@ def _inside(value: Any) -> Iterator[Any]:
 def _parse_int(text: str) -> int:
     """Return an integer.
 
-    One of 400 digits has no place in a float, and reading many digits takes their square of time.
+    A float cannot represent 400 digits, and parsing many digits takes quadratic time.
     """
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"has an integer of {len(text)} digits, more than {_MAX_DIGITS}")
@@ -247,11 +247,11 @@ class Fields:
         )
 
     def tasks(self, name: str) -> dict[str, Any]:
-        """Return an object whose names are those of tasks. They are part of lines that people paste."""
+        """Return an object whose names are those of tasks. They become part of lines for a shell."""
         value = self.mapping(name)
         for task in value:
             if not (isinstance(task, str) and TASK.fullmatch(task)):
-                raise ValueError(f"{self._below(name)}: {shorten(task)} is no name of a task")
+                raise ValueError(f"{self._below(name)}: {shorten(task)} is not a name of a task")
         return value
 
     def object(self, name: str) -> Fields:

@@ -29,7 +29,7 @@ def command_name() -> str:
 
 
 def set_command_options(options: Mapping[str, str | Path | None]) -> None:
-    """Have ``command_name()`` end with these options, but for those that are None."""
+    """Append these options to ``command_name()``, except those that are None."""
     global _options
     _options = shlex.join(str(word) for name, value in options.items() if value is not None for word in (name, value))
 
@@ -47,9 +47,7 @@ def typed_name(argv: Sequence[str], orig_argv: Sequence[str]) -> str:
     got.
     """
     script = argv[0]
-    if not script.endswith(
-        ".py"
-    ):  # a console script that pip made; a shell passes on the whole path of what is on PATH
+    if not script.endswith(".py"):  # a console script of pip; a shell passes the full path of a program on PATH
         on_path = shutil.which(Path(script).name)
         return (
             Path(script).name
@@ -57,7 +55,7 @@ def typed_name(argv: Sequence[str], orig_argv: Sequence[str]) -> str:
             else shlex.quote(script)
         )
     command = list(orig_argv[: len(orig_argv) - len(argv) + 1])
-    if "-c" in command or (command[-1] != script and command[-2:] != ["-m", INSTALLED]):  # started by other code
+    if "-c" in command or (command[-1] != script and command[-2:] != ["-m", INSTALLED]):  # imported by other code
         return shlex.quote(script)
     if (
         command == ["python3", script] and "/" in script and os.access(script, os.X_OK)

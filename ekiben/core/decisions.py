@@ -1,4 +1,4 @@
-"""With -v: what was decided, and why. One line for each decision, where the command line says; by default nowhere.
+"""Log of decisions and reasons for -v: one line each, to the stream of the command line; by default none.
 
 A line is a comment of the shell, so that it can be pasted with the commands that ``core/process.py`` traces:
 
@@ -18,7 +18,7 @@ _LOGIN = re.compile(r"(?<=://)[^/\s]*@")
 
 
 def set_decision_log(write: Callable[[str], None] | None) -> None:
-    """Set where the lines go; None: nowhere."""
+    """Set the destination of the lines; None: no output."""
     global _write
     _write = write
     _written.clear()

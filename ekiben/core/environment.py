@@ -1,4 +1,4 @@
-"""The environment of a build's scripts: what they see of the host, and constants."""
+"""The environment of a build's scripts: variables from the host, and constants."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class DefinitionError(EkibenError):
 
 
 class EngineError(EkibenError):
-    """No executor, runtime or scheduler here can do it."""
+    """No executor, runtime or scheduler on this machine can do it."""
 
     exit_code = 4
 
@@ -113,4 +113,4 @@ class CorruptBlob(StoreError):
         self.digest, self.path = digest, str(path)
 
     def __reduce__(self) -> tuple[type[CorruptBlob], tuple[str, str]]:
-        return CorruptBlob, (self.digest, self.path)  # from one process to another
+        return CorruptBlob, (self.digest, self.path)  # pickled from one process to another

@@ -31,7 +31,7 @@ _MAX_DEPTH = 32  # levels of YAML
 _NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
 _UNFINISHED = ".part"  # suffix of a file that is being written
-_LOCKED = f".locked{_UNFINISHED}"  # and was locked before it had a name
+_LOCKED = f".locked{_UNFINISHED}"  # and was locked before it was named
 _YOUNG = 1  # seconds
 _FEW_INODES = 64  # a failed process may have removed its files meanwhile
 
@@ -128,7 +128,7 @@ def parse_yaml(data: bytes) -> Any:
 
     Raises ValueError for deep nesting, for a duplicate key, and for a number to the base of 60.
     """
-    import yaml  # late: most of this module's users read none
+    import yaml  # imported here: most of this module's users read none
 
     # CSafeLoader reads the same language some ten times faster, where libyaml is there.
     kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -248,13 +248,13 @@ def _below(location: str, key: str) -> str:
 def new_file(
     path: Path, *, mode: int = 0o644, obey_umask: bool = False, buffering: int = -1, temporary: Path | None = None
 ) -> Iterator[BinaryIO]:
-    """Yield a file, open for writing and reading, that takes the place of ``path`` when the block ends without an
+    """Yield a file, open for writing and reading, that replaces ``path`` when the block ends without an
     exception.
 
     Readers of ``path`` see the old file or the new one, never a part. ``temporary``: its path until then, on the same
-    file system, which the file has for its name; by default one beside ``path``.
+    file system; by default one next to ``path``.
 
-    Raises OSError, also when ``path`` is there and is no regular file.
+    Raises OSError, also when ``path`` is there and is not a regular file.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -267,12 +267,12 @@ def new_file(
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         lock = os.dup(
             handle
-        )  # keeps the lock when the file is closed: until it has its name, others may take it for abandoned
+        )  # keeps the lock when the file is closed: before the rename, others may think it abandoned
         with open(
             temporary, "w+b", buffering, opener=lambda *_: handle
         ) as stream:  # so that it has the path for its name
             if temporary.name.endswith(_UNFINISHED):
-                with contextlib.suppress(OSError):  # a file system without locks: nobody removes it
+                with contextlib.suppress(OSError):  # a file system without locks: it is not removed
                     fcntl.flock(stream, fcntl.LOCK_EX)
             if not obey_umask:
                 os.fchmod(stream.fileno(), mode)
@@ -386,7 +386,7 @@ def format_size(count: float) -> str:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove what can be removed of a folder, but nothing where something is mounted in it: its content is not ours."""
+    """Remove a folder as far as possible, but not if a file system is mounted in it: its content is not ours."""
     with contextlib.suppress(OSError):
         mounts = [
             line.split(" ")[4]

@@ -55,14 +55,14 @@ class Folder:
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         if self.handle >= 0:
-            # First forgotten: after a signal in between, a second close would meet another file that has the number by
+            # Reset first: after a signal in between, a second close would close another file that has the number by
             # then.
             handle, self.handle = self.handle, -1
             os.close(handle)
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Let an OSError of the block name the path. Raises ValueError for a name that leads out of the folder."""
+        """Let an OSError of the block name the path. Raises ValueError for a name that points out of the folder."""
         if not name or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(f"{name!r:.80} is not the name of an entry of a folder")
         try:
@@ -72,7 +72,7 @@ class Folder:
             raise
 
     def status(self, name: str = "") -> os.stat_result:
-        """Return the status of an entry, not of what a link leads to; of the folder itself without a name.
+        """Return the status of an entry, not of a link's target; of the folder itself without a name.
 
         Raises OSError.
         """
@@ -82,7 +82,7 @@ class Folder:
             return os.stat(name, dir_fd=self.handle, follow_symlinks=False)
 
     def lexists(self, name: str) -> bool:
-        """Return whether there is an entry of this name, be it a link that leads nowhere."""
+        """Return whether there is an entry of this name, also for a dangling link."""
         with contextlib.suppress(FileNotFoundError):
             self.status(name)
             return True
@@ -113,7 +113,7 @@ class Folder:
             with contextlib.ExitStack() as stack:
                 try:
                     inner = stack.enter_context(self.folder(name))
-                except OSError:  # a file, a link, one that is gone or closed to us
+                except OSError:  # a file, a link, or a folder that is gone or not readable
                     continue
                 yield inner
 
@@ -128,7 +128,7 @@ class Folder:
             self.change(name, give)
 
     def make_folder(self, name: str, give: Callable[[int], None]) -> None:
-        """Make a folder, which takes its name once ``give`` has given its descriptor a mode and a group. Idempotent.
+        """Create a folder, renamed once ``give`` has set its descriptor's mode and group. Idempotent.
 
         Raises OSError, also where a link or a file has the name.
         """
@@ -157,7 +157,7 @@ class Folder:
         try:
             status = os.fstat(handle)
             if not stat.S_ISDIR(status.st_mode) and not (stat.S_ISREG(status.st_mode) and status.st_nlink <= 1):
-                raise OSError(errno.EPERM, "it is no file of its own", str(self.path / name))
+                raise OSError(errno.EPERM, "it is not a file of its own", str(self.path / name))
             give(handle)
         finally:
             os.close(handle)
@@ -224,7 +224,7 @@ class Folder:
                 source.remove(temporary)
 
     def open_lock(self, name: str) -> int:
-        """Return the handle of a file to lock, which is made where there is none.
+        """Return the handle of a lock file, which is created if missing.
 
         Raises OSError, also for a link or a pipe.
         """
@@ -236,7 +236,7 @@ class Folder:
             raise OSError(errno.EINVAL, "it is not a regular file")
 
     def move(self, name: str, new: str, into: Folder | None = None) -> None:
-        """Give an entry another name, and replace what has it. Raises OSError."""
+        """Rename an entry, and replace an existing one. Raises OSError."""
         with self._named(name), (into or self)._named(new):
             os.rename(name, new, src_dir_fd=self.handle, dst_dir_fd=(into or self).handle)
 
@@ -256,7 +256,7 @@ class Folder:
             os.symlink(target, name, dir_fd=self.handle)
 
     def link(self, name: str, target: str) -> None:
-        """Let the link ``name`` lead to ``target``; to what it did before until then. Raises OSError."""
+        """Point the link ``name`` to ``target``, atomically. Raises OSError."""
         temporary = f".{name}.{secrets.token_hex(4)}"
         self.new_link(temporary, target)
         try:
@@ -312,7 +312,7 @@ def _empty(top: Folder) -> int:
                     os.fchmod(inner.handle, 0o700)
                 size += _remove_files(inner)
                 for deeper in inner.names():
-                    with contextlib.suppress(OSError):  # something is mounted there, or it is another's
+                    with contextlib.suppress(OSError):  # a mount point, or another user's
                         inner.move(deeper, secrets.token_hex(8), top)
                 os.rmdir(name, dir_fd=top.handle)
                 removed += 1

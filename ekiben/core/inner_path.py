@@ -24,7 +24,7 @@ from ekiben.core.folder import Folder
 class Outermost:
     """The folder ``path`` that a user names. Links in ``path`` are followed.
 
-    ``keep``: it is opened when it is first needed and stays open, so that nobody exchanges it; else it is opened anew
+    ``keep``: it is opened when it is first needed and stays open, so that nobody exchanges it; else it is opened again
     each time, and its file system can be unmounted.
     """
 
@@ -37,7 +37,7 @@ class Outermost:
         if not self._keep:
             with Folder.open(self.path) as folder:
                 return folder.folder(*names)
-        if self._open is None or self._open.status().st_nlink == 0:  # removed: the user may have made it again
+        if self._open is None or self._open.status().st_nlink == 0:  # removed: the user may have created it again
             self._open = Folder.open(self.path)
         return self._open.folder(*names)
 
@@ -47,7 +47,7 @@ class Outermost:
 class InnerPath:
     """A path below an open folder. Each operation walks to it from the folder's descriptor, and follows no link.
 
-    It is no os.PathLike, so that nothing opens it in another way. ``path`` is for messages, and for programs that want
+    It is not an os.PathLike: nothing else can open it. ``path`` is for messages, and for programs that want
     one.
     """
 
@@ -92,7 +92,7 @@ class InnerPath:
         return self.outermost.folder(*self.parts)
 
     def status(self) -> os.stat_result:
-        """Return the status of the entry, not of what a link leads to. Raises OSError."""
+        """Return the status of the entry, not of a link's target. Raises OSError."""
         if not self.parts:
             with self.open_folder() as folder:
                 return folder.status()
@@ -100,7 +100,7 @@ class InnerPath:
             return folder.status(self.name)
 
     def lexists(self) -> bool:
-        """Return whether there is an entry, be it a link that leads nowhere; False where its folder is none."""
+        """Return whether there is an entry, also for a dangling link; False where its folder is none."""
         return self._mode() != 0
 
     def is_regular(self) -> bool:
@@ -189,7 +189,7 @@ class InnerPath:
             folder.change(self.name, give)
 
     def move(self, new: InnerPath) -> None:
-        """Give the entry another path on the same file system, and replace what has it. Raises OSError."""
+        """Move the entry on the same file system, and replace an existing one. Raises OSError."""
         with self.parent.open_folder() as folder, new.parent.open_folder() as into:
             folder.move(self.name, new.name, into)
 
@@ -199,7 +199,7 @@ class InnerPath:
             folder.new_link(self.name, target)
 
     def link(self, target: str) -> None:
-        """Let a link here lead to ``target``: see Folder.link()."""
+        """Point a link here to ``target``: see Folder.link()."""
         with self.parent.open_folder() as folder:
             folder.link(self.name, target)
 

@@ -1,4 +1,4 @@
-"""Options of container runtimes that show a host's folder in a container, whatever is in its path.
+"""Options of container runtimes that bind a host's folder, whatever characters its path has.
 
 `--bind a:b` and `--volume a:b` end a path at ':' and Apptainer's also at ','. `--mount` takes a line of CSV, whose
 quotes hold both. It is used where it is needed only: older versions of the programs lack it.
@@ -18,7 +18,7 @@ def is_ambiguous(path: str | os.PathLike[str]) -> bool:
 
 
 def bind_args(source: str | os.PathLike[str], inside: str | None = None, *, read_only: bool = False) -> list[str]:
-    """Return the arguments of Apptainer that show ``source`` at ``inside``, by default at its own path."""
+    """Return the arguments of Apptainer that bind ``source`` at ``inside``, by default at its own path."""
     path = os.fspath(source)
     if is_ambiguous(path) or (inside is not None and is_ambiguous(inside)):
         return ["--mount", _mount("destination", path, inside or path, read_only)]
@@ -26,7 +26,7 @@ def bind_args(source: str | os.PathLike[str], inside: str | None = None, *, read
 
 
 def volume_args(source: str | os.PathLike[str], inside: str, *, read_only: bool = False) -> list[str]:
-    """Return the arguments of Docker and podman that show ``source`` at ``inside``."""
+    """Return the arguments of Docker and podman that bind ``source`` at ``inside``."""
     path = os.fspath(source)
     if is_ambiguous(path) or is_ambiguous(inside):
         return ["--mount", _mount("target", path, inside, read_only)]

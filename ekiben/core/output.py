@@ -22,7 +22,7 @@ def check_output_file(path: Path, label: str = "") -> Path:
     """Return ``path``, its link resolved, when a regular file is there or can be made.
 
     The result replaces what is at ``path``: a device would be gone from the machine afterwards, and a link would no
-    longer lead to the file it was made for. ``label`` is how errors name the path; default: the path itself.
+    longer point to its file. ``label`` is how errors name the path; default: the path itself.
 
     Raises:
         UsageError: something else than a regular file is there, a link that another user made, or the folder is
@@ -42,7 +42,7 @@ def check_output_file(path: Path, label: str = "") -> Path:
 
 
 def _check_link(path: Path, label: str) -> None:
-    """Refuse another user's link in a shared folder: it could lead to a file of this user."""
+    """Refuse another user's link in a shared folder: it could point to a file of this user."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):

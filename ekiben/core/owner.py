@@ -34,7 +34,7 @@ class Owner:
     def active(self) -> Iterator[str]:
         """Yield a prefix of names; until the block ends, paths with it are in use."""
         with self._guard:
-            if self._process != os.getpid():  # a forked child is another owner
+            if self._process != os.getpid():  # a forked child is a different owner
                 self._process, self._count, self._handle = os.getpid(), 0, -1
                 self._token = secrets.token_hex(4)
             if self._count == 0:
@@ -78,7 +78,7 @@ def remove_lock(folder: Folder, name: str) -> bool:
     if not name.endswith(f"__{_LOCK}"):
         return False
     with folder.open_file(name) as stream:
-        # Not without holding it: an owner that has just made it would be left with a lock that nobody sees.
+        # Only while locked: otherwise a new owner would keep a lock on a file without a name.
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(stream.fileno()), folder.status(name)):
             folder.remove(name)
@@ -92,7 +92,7 @@ def _hold(staging: InnerPath, name: str) -> int:
             handle = folder.open_lock(name)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
-                if _is_same(handle, folder, name):  # else another process took it for abandoned, and removed it
+                if _is_same(handle, folder, name):  # else another process thought it abandoned, and removed it
                     return handle
             except OSError:  # this file system has no locks
                 os.close(handle)

@@ -23,7 +23,7 @@ ENGINE_SETUP = (
 )
 RECIPE_HOME = "/opt/ekiben/recipe"  # a recipe's files, in its image
 TESTS = "/opt/ekiben/tests"  # the %test of each layer, in an image
-BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
+BUILD_MOUNT = "run/ekiben"  # files that exist only while a layer is built
 
 
 def expand_home(path: Path, origin: str) -> Path:

@@ -1,4 +1,4 @@
-"""A PGP key, as signatures and the records of published images name it, and a policy of whose signatures count."""
+"""A PGP key, as signatures and the records of published images name it, and a policy that names the keys to trust."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def full_fingerprint(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SignaturePolicy:
-    """Whose signature an image needs before it is run.
+    """The signatures that an image needs before it is run.
 
     ``fingerprints``: of primary keys, one of which has to sign; ``sources``: the files that ask for it.
     """

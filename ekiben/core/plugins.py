@@ -1,4 +1,4 @@
-"""Finds the modules of a package that others can add to: one file in its folder, or an entry point of another
+"""Find plug-ins of a package: a file in its folder, or an entry point of another
 distribution.
 """
 
@@ -70,7 +70,9 @@ def _offered(group: str) -> Iterable[EntryPoint]:
 @functools.cache
 def _offered_on(path: tuple[str, ...], group: str) -> Iterable[EntryPoint]:
     """Return the entry points of ``group`` on ``path``. Cached: reading takes milliseconds, and jobs ask 130 times."""
-    from importlib.metadata import entry_points  # reads what is installed: only where the folder is not enough
+    from importlib.metadata import (
+        entry_points,
+    )  # reads installed distributions: only for a name that is not in the folder
 
     return entry_points(group=group)
 

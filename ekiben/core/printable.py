@@ -1,4 +1,4 @@
-"""Text for a terminal: names and messages of others may hold characters that move the cursor, rename the window or turn
+"""Text for a terminal: foreign texts may contain characters that move the cursor, rename the window or turn
 text around.
 """
 

@@ -20,7 +20,7 @@ from ekiben.core.errors import EkibenError
 Argv = Sequence[str | os.PathLike[str]]
 Trace = Callable[[str], None]
 TIMED_OUT = 124  # exit code of timeout(1)
-PIPE = 1 << 20  # bytes a pipe holds, where the system allows it: gigabytes go through one
+PIPE = 1 << 20  # bytes of a pipe's buffer, where the system allows it: gigabytes pass through one
 
 _trace: Trace = lambda line: None  # noqa: E731
 
@@ -234,7 +234,7 @@ def end_orphans(staging: str) -> None:
             try:
                 os.kill(process, signal.SIGKILL if late else sign)
                 asked[process] = time.monotonic()
-            except OSError:  # another user's, or it has ended
+            except OSError:  # another user's process, or one that has ended
                 denied.add(process)
         time.sleep(0.02)
 
@@ -244,7 +244,7 @@ def _orphans(staging: str) -> Iterator[tuple[int, signal.Signals]]:
     mounted = f"/staging/{staging}/mount".encode()
     # buildah has its TMPDIR there, and tidies it up when the script that it runs has ended.
     named = f"{MARK}={staging}\0".encode(), f"/staging/{staging}/".encode()
-    # A mount that all processes see does not show who uses it.
+    # A mount of the initial namespace does not show its user.
     is_private = mounted not in Path("/proc/self/mountinfo").read_bytes()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or process.name == str(os.getpid()):
@@ -255,7 +255,7 @@ def _orphans(staging: str) -> Iterator[tuple[int, signal.Signals]]:
                 continue
             environment = (process / "environ").read_bytes()
             if any(name in environment for name in named):
-                # Root's work lies in that folder. Another's lies elsewhere, and only its maker can tidy it up.
+                # Root's builds work in that folder. Other users' are elsewhere, and only their owner can clean them up.
                 yield int(process.name), signal.SIGTERM if os.geteuid() else signal.SIGKILL
 
 

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 _NAME = re.compile(r"[0-9a-f]{8}\.[0-9a-f]{0,12}\.[0-9]{0,20}\.[0-9]{1,10}\.[0-9]{1,10}\.[0-9]{1,20}")
-_ENDED = ("Z", "X")  # a zombie runs nothing any more
+_ENDED = ("Z", "X")  # a zombie does not run any more
 
 
 def process_name() -> str:

@@ -41,7 +41,7 @@ class Progress:
         return self._live
 
     def log(self, line: str) -> None:
-        """Print a line, above what is live."""
+        """Print a line above the live display."""
         line = printable(line)
         if self._display is not None:
             self._display.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -54,7 +54,7 @@ class Progress:
             self.log(f"{self._title}: {line}")
 
     def note(self, detail: str) -> None:
-        """Show a detail of the step, where it is live."""
+        """Show a detail of the step on a live display."""
         now = time.monotonic()
         if self._display is not None and now - self._noted > 0.1:
             self._noted = now
@@ -103,7 +103,7 @@ class Progress:
         self.log(f"{title}: {time.monotonic() - began:.1f} s")
 
     def _new_display(self, *, has_total: bool) -> Display:
-        from rich import progress  # late: slow to import, and needed on a terminal only
+        from rich import progress  # imported here: slow to import, and needed on a terminal only
         from rich.console import Console, Group
         from rich.text import Text
 
@@ -122,7 +122,7 @@ class Progress:
         shown = self._shown
 
         class WithOutput(progress.Progress):
-            """The bar, and below it the last lines of what the step runs."""
+            """The bar, and below it the last lines of output of the step."""
 
             def get_renderable(self) -> RenderableType:
                 lines = [Text(f"  {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in [*shown]]

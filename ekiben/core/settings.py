@@ -1,10 +1,9 @@
-"""What a user, and a site for all its users, set once: ~/.config/ekiben/config.yaml and /etc/ekiben/config.yaml, key by
-key.
+"""Settings of a user and of a site: ~/.config/ekiben/config.yaml and /etc/ekiben/config.yaml, merged key by key.
 
     shared: /groups/lab/ekiben                     # where colleagues publish: layers found there are not built again
     registry: registry.example.org/lab/layers      # layers by key, asked after that; see ekiben/registry/client.py
     recipes: [~/recipes, /groups/lab/recipes]      # folders of recipes, found by name beside those of Ekiben itself
-    jobs: {account: lab, time: "2:00:00"}          # what `submit` uses where the command line says nothing: see
+    jobs: {account: lab, time: "2:00:00"}          # defaults of `submit`: see
     JobDefaults
     require_signature: [FINGERPRINT]               # keys, one of which has to have signed an image before it is run
 
@@ -53,7 +52,7 @@ class JobDefaults:
             raise ValueError(f"check: should be state or digest (found: '{self.check}')")
 
     def describe(self) -> str:
-        """Return the settings, for messages; of lists only the name, because a variable may hold a secret."""
+        """Return the settings for messages; lists by name only, because a variable may hold a secret."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return ", ".join(
             name if isinstance(value, tuple) else f"{name}={value}"
@@ -117,7 +116,7 @@ def config_files(environment: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def store_root(environment: Mapping[str, str], option: Path | None = None) -> Path:
-    """Return the absolute path of the user's own store. ``option`` is what the command line says."""
+    """Return the absolute path of the user's own store. ``option`` is that of the command line."""
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
     path = option or Path(environment.get("EKIBEN_STORE") or f"{cache}/ekiben/store")
     return expand_home(path, f"store ({store_source(environment, option)})").absolute()
@@ -132,7 +131,7 @@ def store_source(environment: Mapping[str, str], option: Path | None = None) -> 
 
 
 def read_settings(environment: Mapping[str, str], *, store: Path | None = None, shared: Path | None = None) -> Settings:
-    """Read the user's config.yaml and the site's. ``store`` and ``shared`` are what the command line says.
+    """Read the user's config.yaml and the site's. ``store`` and ``shared`` are options of the command line.
 
     Raises:
         DefinitionError: config.yaml is not what it should be.
@@ -175,7 +174,7 @@ def read_settings(environment: Mapping[str, str], *, store: Path | None = None, 
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a file has this name; a folder, or what cannot be read, is no reason to go without its policy."""
+    """Return whether the file exists. A folder or an unreadable file does not disable the policy: reading it fails."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Will it run, and why: consult (all questions), findings (answers), rules, image_requirements, machine, preflight (of
+"""Will an image run? consult (all questions), findings (answers), rules, image_requirements, machine, preflight (of
 a job), record (a site profile).
 """
 

@@ -1,4 +1,4 @@
-"""Will it run? What an image is made of, held against a machine or a site's compute nodes, rule by rule.
+"""Check whether an image will run: compare it with a machine or a site's compute nodes, rule by rule.
 
 Each finding says what it rests on; a fact that nobody stated is reported as unknown and never assumed.
 """
@@ -128,19 +128,21 @@ def check_here(
             else requirements_of_sif(image.sif, store, log, gpu=gpu)
         )
     except StoreError as error:
-        if runtime.kind == "docker" or isinstance(error, UnknownCompression):  # what starts may know what it starts
+        if runtime.kind == "docker" or isinstance(
+            error, UnknownCompression
+        ):  # the starting command may have read the image already
             return [Finding("warning", "image", f"its content could not be read: {error}")]
         raise StoreError(str(error), hint=image.broken_hint) from error
     if requirements is None:
         return []
     site = SiteFile(name="this machine", description="", node=node_here(), runtimes=(runtime,))
-    if requirements.arch != site.node.architecture:  # whatever else there is to say, this comes first
+    if requirements.arch != site.node.architecture:  # reported before all other findings
         return [_foreign(requirements.arch)]
     return [finding for finding in check_image(site, requirements, known_stacks(), gpu=gpu) if finding.level != "ok"]
 
 
 def _foreign(arch: str) -> Finding:
-    """Say how programs of another architecture run here, if they do."""
+    """Report whether programs of another architecture run here, and how."""
     message = f"the image is for {arch}, this machine is {host_arch()}"
     if problem := emulation_problem(arch):
         return Finding("error", "machine", f"{message}: {problem[0]}", problem[1])
@@ -203,7 +205,7 @@ def consult(
     if site is None and (subject is None or subject.image.recipe):
         title = f"building on {described(where)}"
         built = building.check_build(build_host(store.root, output), needed, group_name)
-        has_image = subject is not None and subject.image.sif.is_file()  # it runs, whether or not one can build here
+        has_image = subject is not None and subject.image.sif.is_file()  # problems of building do not prevent a run
         sections.append(Section("build", title, built, is_decisive=not has_image))
     return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
 
@@ -218,7 +220,7 @@ def _base(subject: Subject) -> list[Finding]:
 
 
 def _refusals(subject: Subject, *, is_here: bool) -> list[Finding]:
-    """Return why `run` and `submit` refuse the image's file: it is no complete SIF, or lacks its signature."""
+    """Return why `run` and `submit` refuse the image's file: an incomplete SIF, or a missing signature."""
     image = subject.image
     try:
         if image.sif.is_file():

@@ -46,7 +46,7 @@ def worst(findings: Iterable[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding], check: str = "run") -> str:
-    """Return one line: will run; will run, but …; will fail because …; what to do."""
+    """Return the conclusion: will run; will run, but …; will fail because …; what to do."""
     level = worst(findings)
     if level in ("ok", "info"):
         return f"will {check}"

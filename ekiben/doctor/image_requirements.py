@@ -49,9 +49,12 @@ class LayerRequirements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRequirements:
-    """An image as a whole. ``cuda`` is what its torch was built for, else its CUDA runtime's version; ``compat`` the
-    driver version of NVIDIA's forward compatibility package when it has one; ``partitions`` how many its SIF has,
-    ``zstd`` whether one is compressed so."""
+    """The requirements of a whole image.
+
+    ``cuda`` is what its torch was built for, else its CUDA runtime's version; ``compat`` the driver version of
+    NVIDIA's forward compatibility package when it has one; ``partitions`` the number in its SIF, ``zstd`` whether one
+    is compressed with zstd.
+    """
 
     name: str
     size: int
@@ -172,7 +175,7 @@ def _read_library(image: SquashfsReader, path: str, libraries: dict[str, DeviceC
 
 
 def _merged(layers: Iterable[LayerRequirements]) -> LayerRequirements:
-    """Merge layers as an overlay shows them, bottom first: an upper layer removes and replaces files of lower ones."""
+    """Merge layers as an overlay does, bottom first: an upper layer removes and replaces files of lower ones."""
     libraries, packages, damaged = dict[str, DeviceCode](), dict[str, str](), dict[str, str]()
     glibc = torch_cuda = compat = None
     network: set[str] = set()

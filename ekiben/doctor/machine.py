@@ -134,7 +134,7 @@ def has_user_namespaces() -> bool:
 def runtimes_here() -> tuple[Runtime, ...]:
     """Return the runtimes that are installed here."""
     installed = [runtime_of(program) for program in ("apptainer", "singularity", "docker")]
-    kinds = {runtime.kind: runtime for runtime in installed if runtime}  # `singularity` may be apptainer's other name
+    kinds = {runtime.kind: runtime for runtime in installed if runtime}  # `singularity` may be a link to apptainer
     return tuple(kinds.values())
 
 
@@ -164,7 +164,7 @@ def _is_setuid(program: str) -> bool | None:
     return match[1] == "1" if match else None
 
 
-# ---------------------------------------------------------------------------------------------------------- places
+# --------------------------------------------------------------------------------------------------------- folders
 
 
 def filesystem_of(path: Path) -> Filesystem:

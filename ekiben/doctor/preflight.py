@@ -24,7 +24,7 @@ _RUNTIME_FAILED = 255  # Apptainer's and SingularityCE's own exit code
 def check_image_of(sif: Path, image: NamedImage, tasks: Sequence[str]) -> Mapping[str, bytes]:
     """Return the entrypoint of each task in the image that has one; none for an image that is not of Ekiben.
 
-    Raises UsageError when it is another recipe's, or lacks a task.
+    Raises UsageError when it was built from another recipe, or lacks a task.
     """
     try:
         shipped = shipped_recipe(sif)
@@ -56,7 +56,7 @@ def check_image_of(sif: Path, image: NamedImage, tasks: Sequence[str]) -> Mappin
 
 @dataclass(frozen=True, slots=True)
 class PlannedGpus:
-    """The GPUs of a job that is not here yet: how many on all its nodes, and which, where a profile has it."""
+    """The GPUs of a planned job: their number on all nodes, and their model if a profile has it."""
 
     count: int
     model: str | None = None
@@ -84,7 +84,7 @@ class JobTask:
 
 
 def untried_reason(task: JobTask) -> str | None:
-    """Return why a task is not tried before it is submitted, or None."""
+    """Return why a task gets no dry run before it is submitted, or None."""
     if which("apptainer", "singularity") is None:
         return "there is neither apptainer nor singularity here"
     if b'"--dry-run"' not in task.script:
@@ -134,7 +134,7 @@ def try_arguments(
         return
     options = gpus.options(task.script, arguments)
     shown = " ".join([name, "--dry-run", *options])
-    log(f"trying {shown} with these arguments")
+    log(f"running {shown} with these arguments")
     request = RunRequest(argv=[name, "--dry-run", *options, *arguments], gpu=False, mounts=task.mounts)
     ready = launch(Target(program, str(sif), signature=signature), request, environment)
     done = run(ready.argv, env=ready.environment, check=False)
@@ -146,7 +146,7 @@ def try_arguments(
         try_arguments(sif, replace(task, gpus=PlannedGpus(gpus.count)), environment, log, signature)
     elif done.returncode and task.earlier and done.returncode not in _CONCLUSIVE:
         log(
-            f"warning: {shown} ended with {name_exit(done.returncode)}, and a task before it may write what it lacks:"
+            f"warning: {shown} ended with {name_exit(done.returncode)}, and may need the output of an earlier task:"
             f" {' '.join(lines)}"
         )
     elif done.returncode:

@@ -78,7 +78,7 @@ def _scheduler(environment: Mapping[str, str]) -> Scheduler | None:
 
 
 def profile_text(site: SiteFile, comment: str) -> str:
-    """Return the profile as YAML that ``find_site`` reads; ``comment`` stands at its top."""
+    """Return the profile as YAML that ``find_site`` reads; ``comment`` is its first line."""
     import yaml
 
     body = yaml.safe_dump(_plain(site), sort_keys=False, allow_unicode=True, width=120)

@@ -30,7 +30,7 @@ from ekiben.formats.layer import decode_name
 from ekiben.formats.oci import LayerSource
 from ekiben.formats.upper import Changes
 
-OWNER = "org.ekiben.owner"  # the label of a container with core.process_name() of who made it
+OWNER = "org.ekiben.owner"  # the label of a container: core.process_name() of its creator
 _UNTESTED = "untested-"
 
 # In records of 256 KiB: with tar's own 10, reading a layer of gigabytes takes twice as long.
@@ -50,10 +50,10 @@ TAR = (
 TAR_OF_UPPER = (*TAR, "--sort=name", "--one-file-system", "--xattrs-include=*.overlay.opaque")
 
 
-# Of fuse-overlayfs, which says by a file in a folder that it hides the one below.
+# fuse-overlayfs marks an opaque folder by this file in it.
 _MARKED = ("(", "-name", ".wh..opq", "-o", "-name", ".wh..wh..opq", ")")
 _END = b"EKIBEN END"
-# Names may hold all but NUL. What comes behind the last name says that it is the last.
+# Names may contain any byte but NUL. A trailer after the last name marks a complete list.
 FIND_MARKED = ("/bin/sh", "-c", f'find "$0" {shlex.join(_MARKED)} -print0 && printf "{_END.decode()}\\0"')
 
 
@@ -134,7 +134,7 @@ class JobFailed(Exception):
 class Executor(Protocol):
     """As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
 
-    PREFERENCE: int  # `auto` takes the usable one with the smallest: no daemon and no root first
+    PREFERENCE: int  # `auto` chooses the usable one with the smallest: no daemon and no root first
 
     def unavailable(self) -> str | None:
         """Return why this executor cannot be used here, or None."""
@@ -164,7 +164,7 @@ class Imprecise(Executor, Protocol):
 
 
 class Runtime(Executor, Protocol):
-    """An executor that also keeps images for people, and runs their tasks."""
+    """An executor that also stores users' images, and runs their tasks."""
 
     def load(self, config: bytes, layers: Sequence[LayerSource], name: str, scratch: Path, *, like: str = "") -> None:
         """Load the image of ``config`` and ``layers`` under ``name``; ``scratch`` is for temporary files, ``like`` the
@@ -174,7 +174,7 @@ class Runtime(Executor, Protocol):
         """
 
     def tag(self, image_id: str, name: str) -> None:
-        """Let ``name`` be the image with this id. Raises EngineError."""
+        """Tag the image with this id as ``name``. Raises EngineError."""
 
     def untag(self, name: str) -> None:
         """Remove a name, and with its last one the image. Raises EngineError."""
@@ -202,7 +202,7 @@ _RUNTIME = ("load", "image_id", "try_image", "run_argv")
 
 
 def untested_name(name: str, image_id: str) -> str:
-    """Return what an image is called until it has passed its tests: NAME's repository, and who tests it."""
+    """Return the temporary tag of an image during its tests: NAME's repository, and the testing process."""
     version = f"{process_name()}-{image_id.removeprefix('sha256:')[:12]}"
     return f"{name.rpartition(':')[0]}:{_UNTESTED}{version}"
 
@@ -243,7 +243,7 @@ def runtimes() -> dict[str, Runtime]:
 
 
 def choose(engine: str, without: Collection[str] = (), folder: Path | None = None) -> tuple[str, Executor, str]:
-    """Return the executor to use, and why. ``auto`` takes the first usable one that is not one of ``without``.
+    """Return the executor to use, and why. ``auto`` chooses the first usable one that is not in ``without``.
 
     With ``folder``, where the job's files will be, one without a defect of its overlay comes first. Raises EngineError
     with each one's reason.
@@ -300,7 +300,7 @@ def shared_packages(job: Job) -> Iterator[None]:
 
 def _link_packages(source: Path, target: Path) -> None:
     for package in source.glob("*.deb"):
-        with contextlib.suppress(OSError):  # it exists, or is on another file system
+        with contextlib.suppress(OSError):  # it exists already, or is on another file system
             os.link(package, target / package.name)
 
 
@@ -319,7 +319,7 @@ def marked_folders(listing: bytes, upper: str) -> set[str]:
 
 def check_tools(layers: Sequence[LayerSource], engine: str) -> None:
     """Raise EngineError where these layers lack GNU tar or find, which read the changes from inside."""
-    from ekiben.formats.changeset import Lower  # late: most invocations build nothing
+    from ekiben.formats.changeset import Lower  # imported here: most invocations build nothing
     from ekiben.formats.placement import real_path
 
     with contextlib.ExitStack() as stack:

@@ -23,7 +23,7 @@ from ekiben.executors import FIND_MARKED, TAR_OF_UPPER, Changes, Job, marked_fol
 from ekiben.formats import oci
 
 LAYER_IMAGES = "localhost/ekiben/layer"
-_FUSE = "fuseblk"  # what stat calls fuse-overlayfs
+_FUSE = "fuseblk"  # stat's name of fuse-overlayfs
 # Print the file system's type and then the folder that the arguments mount.
 _MOUNT = ("/bin/sh", "-c", 'mounted=$("$@") && stat -f -c %T "$mounted" && printf %s "$mounted"', "sh")
 
@@ -160,7 +160,7 @@ class ContainersStorage(ABC):
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             for leave_out in ([present] if present else []) + [set[str]()]:
                 oci.write_layout(Path(folder, "layers"), config, layers, name, leave_out=leave_out)
-                # The image gets its name from the path, and not every path is a valid name: so it is relative.
+                # The image is named after the path, which may not be a valid name: so it is relative.
                 script = f"cd {shlex.quote(folder)} && exec {shlex.join([*argv, '--quiet', f'oci:layers:{tag}'])}"
                 pulled = run(["/bin/sh", "-c", script], check=False, env=self.environment(scratch))
                 if pulled.returncode == 0:

@@ -97,7 +97,7 @@ def image_id(name: str) -> str:
 
 
 def tag(image_id: str, name: str) -> None:
-    """Let ``name`` be the image with this id. Raises EngineError."""
+    """Tag the image with this id as ``name``. Raises EngineError."""
     from docker.errors import APIError
 
     repository, _, version = name.rpartition(":")
@@ -133,7 +133,7 @@ def load_image(config: bytes, layers: Sequence[oci.LayerSource], name: str, *, l
         message = _load(oci.archive(config, layers, name, leave_out=leave_out))
         if image_id(name) == expected:
             return expected
-    raise EngineError(f"the Docker daemon did not take {name} as {expected}: {message[-500:]}")
+    raise EngineError(f"the Docker daemon did not load {name} as {expected}: {message[-500:]}")
 
 
 def _present(diff_ids: list[str], name: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The kernel's overlay without root: in a user namespace of our own, on squashfs files that squashfuse shows.
+"""The kernel's overlay without root: in a user namespace of our own, on squashfs files mounted by squashfuse.
 
 Kernels since 5.11 allow it. Apptainer itself takes fuse-overlayfs wherever a layer below is shown by FUSE, for in some
 kernels since 5.15 copying up from FUSE fails; whether it does is tried here.
@@ -19,7 +19,7 @@ from pathlib import Path
 from ekiben.core.process import Argv, name_exit, run, search_path, which
 from ekiben.formats.layer import Entry, write_entries
 
-# No index, no metacopy: they change what is in the upper directory. Of redirects, userxattr makes none.
+# No index, no metacopy: they change the upper directory. userxattr implies no redirects.
 _OPTIONS = "userxattr,index=off,metacopy=off"
 SUBUIDS, SUBGIDS = Path("/etc/subuid"), Path("/etc/subgid")
 
@@ -62,7 +62,7 @@ def mount_lines(lower: Sequence[tuple[Path, int]], libexec: str) -> list[str]:
         "mount -t overlay overlay merged -o"
         f" lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,{_OPTIONS}"
     )
-    # Without waiting for the disk: a script that a power failure ends leaves nothing to keep.
+    # volatile: no sync; after a power failure the script's changes are discarded.
     return [*lines, f"{mount},volatile 2>/dev/null || {mount}"]
 
 
@@ -73,7 +73,7 @@ def _squashfuse(libexec: str) -> str | None:
 
 
 def unusable(folder: Path, libexec: str) -> str | None:
-    """Return why the kernel's overlay cannot be had without root with its upper directory in ``folder``, or None."""
+    """Return why the kernel's overlay cannot be mounted without root for an upper directory in ``folder``, or None."""
     for program in ("setpriv", "mountpoint"):
         if which(program) is None:
             return f"{program} is not on PATH"
@@ -82,7 +82,7 @@ def unusable(folder: Path, libexec: str) -> str | None:
     return _try_out(folder, libexec)
 
 
-# Each way in which a file or folder of a layer below can be changed, and what is then to be seen.
+# Each kind of change to a file or folder of a layer below, and the expected result.
 _TRIAL = """\
 cd merged; printf new >>file; chmod 600 mode; chown 1:1 owner; rm gone; mv before after; rm -r folder; mkdir folder
 test "$(cat file)" = oldnew; test "$(stat -c '%a %u' mode owner after)" = "600 0
@@ -112,7 +112,7 @@ def _try_out(folder: Path, libexec: str) -> str | None:
 
 
 def _write_trial_layer(path: Path) -> None:
-    from ekiben.formats.squashfs.writer import SquashfsWriter  # late: most invocations build nothing
+    from ekiben.formats.squashfs.writer import SquashfsWriter  # imported here: most invocations build nothing
 
     entries = [
         Entry("", "dir", 0o755),

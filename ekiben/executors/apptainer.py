@@ -102,7 +102,7 @@ def execute(job: Job) -> Iterator[Changes]:
         _execute(job, overlay, is_fuse)
         upper = overlay / "upper"
         if os.geteuid() == 0:
-            yield Changes(upper)  # the kernel's overlay marks what is opaque in the folder itself
+            yield Changes(upper)  # the kernel's overlay marks opaque folders by an attribute
         elif not is_fuse:
             with piped(as_root([*TAR_OF_UPPER, "-C", upper, "."])) as archive:
                 yield Changes(archive)
@@ -180,7 +180,7 @@ def _execute(job: Job, overlay: Path, is_fuse: bool) -> None:
 def _check_capabilities(job: Job, line: str) -> None:
     """Raise OverlayError when a file of a layer below has capabilities: squashfuse (0.6) calls the namespace `security`
     `trusted`, and the overlay then copies no such file up."""
-    from ekiben.formats.changeset import OverlayError  # late: most invocations build nothing
+    from ekiben.formats.changeset import OverlayError  # imported here: most invocations build nothing
 
     for layer in job.lower:
         with layer.reader() as reader:
@@ -254,7 +254,7 @@ def _mounts_of_root(layers: Sequence[tuple[Path, int]]) -> list[str]:
     options = (
         f"lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off"
     )
-    # Without waiting for the disk where the kernel can (5.10): a script that a power failure ends leaves nothing to
+    # volatile, from Linux 5.10 on: no sync; after a power failure the script's changes are not
     # keep.
     mount = f"mount -t overlay overlay merged -o {options}"
     return [*lines, f"{mount},volatile 2>/dev/null || {mount}"]

@@ -18,7 +18,7 @@ from ekiben.executors._containers_storage import LAYER_IMAGES, ContainersStorage
 
 PREFERENCE = 20
 _LINK = "ekiben-buildah-"
-_CONTAINER = "ekiben-"  # a working container has no labels of its own: its name says whose it is
+_CONTAINER = "ekiben-"  # a working container has no labels: its name identifies its owner
 PULLED = "localhost/layers:"  # prefix of the names that `buildah pull` gives to images of the folder `layers`
 
 
@@ -35,7 +35,7 @@ def remove_cached_images() -> int:
 
 
 def remove_abandoned(*, dry_run: bool = False) -> list[str]:
-    """Remove the working containers of this user's killed commands, and return what these were."""
+    """Remove the working containers of this user's killed commands, and return their names."""
     if which("buildah") is None or not is_in_use():
         return []
     listed = _STORAGE.call("containers", "--format", "{{.ContainerName}}", check=False).stdout.split()
@@ -52,7 +52,7 @@ class _Buildah(ContainersStorage):
     driver_hint = "STORAGE_DRIVER=overlay, or storage.conf"
 
     def environment(self, scratch: Path | None = None) -> dict[str, str]:
-        """Return the environment of a command. What a killed buildah leaves in TMPDIR goes with the job's folder."""
+        """Return the environment of a command. TMPDIR is in the job's folder, which is removed even after a kill."""
         has_folder = scratch is not None and ":" not in str(scratch)
         return super().environment() | ({"TMPDIR": str(scratch)} if has_folder else {})
 
@@ -70,7 +70,7 @@ class _Buildah(ContainersStorage):
     def start(self, job: Job, container: str) -> None:
         with shared_packages(job), _without_colons(job.mount) as mount, _without_colons(job.cache) as cache:
             volumes = ["--volume", f"{mount}:/{BUILD_MOUNT}", "--volume", f"{cache}:/{BUILD_MOUNT}/cache"]
-            # As one stream: of two, the last line may come first.
+            # stdout and stderr as one stream keep their order.
 
             def argv(*command: str, options: Sequence[str] = ()) -> list[str]:
                 options = ["--isolation", "chroot", "--user", "0:0", *options, *volumes]

@@ -178,7 +178,7 @@ def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None],
 
 
 def _binds(folders: Mapping[Path, str]) -> dict[str, Any]:
-    """Return the arguments of docker-py that show folders of the host. Its `volumes` ends a path at ':'."""
+    """Return the arguments of docker-py that bind folders of the host. Its `volumes` ends a path at ':'."""
     from docker.types import Mount
 
     if not any(is_ambiguous(folder) for folder in folders):
@@ -187,7 +187,7 @@ def _binds(folders: Mapping[Path, str]) -> dict[str, Any]:
 
 
 def remove_abandoned(*, dry_run: bool = False) -> list[str]:
-    """Remove the containers and untested images of this user's killed commands, and return what these were."""
+    """Remove the containers and untested images of this user's killed commands, and return their names."""
     if unavailable():
         return []
     containers = _remove_abandoned_containers(dry_run=dry_run)
@@ -200,7 +200,7 @@ def _remove_abandoned_containers(*, dry_run: bool = False) -> list[str]:
     names: list[str] = []
     for left in client().containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
         owner = left.labels.get(OWNER, "")
-        # The daemon may be another machine's. What was started before this one booted, and runs, was not started from
+        # The daemon may run on another machine. A running container older than this machine's boot was not started from
         # here.
         if has_ended(owner) and (is_of_this_boot(owner) or left.status != "running"):
             names.append(str(left.name))
@@ -212,7 +212,7 @@ def _remove_abandoned_containers(*, dry_run: bool = False) -> list[str]:
 def _remove_untested(*, dry_run: bool) -> list[str]:
     names = [name for image in client().api.images() for name in filter(is_left_untested, image["RepoTags"] or ())]
     for name in names if not dry_run else ():
-        with contextlib.suppress(EngineError):  # another command removes it just now
+        with contextlib.suppress(EngineError):  # another command is removing it
             untag(name)
     return names
 
@@ -220,7 +220,7 @@ def _remove_untested(*, dry_run: bool) -> list[str]:
 def _remove_left(container: Any) -> None:
     from docker.errors import APIError
 
-    with contextlib.suppress(APIError):  # another command removes it just now
+    with contextlib.suppress(APIError):  # another command is removing it
         container.remove(force=True)
 
 
@@ -228,7 +228,7 @@ def _run(job: Job, container: Any) -> None:
     api = client().api
     if client().info().get("KernelVersion") != os.uname().release:  # a pipe does not reach another kernel
         (job.mount / FEED).unlink(missing_ok=True)
-    # One stream: the daemon carries stdout and stderr apart, and then their lines arrive in any order.
+    # One stream: the daemon sends stdout and stderr separately, in any order.
     script = f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"
     execution = api.exec_create(container.id, ["/bin/sh", "-c", script])["Id"]
     rest = ""
@@ -267,7 +267,7 @@ def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[byt
     Raises EngineError when the program fails or the file is not all that it wrote, OSError when the disk is full.
 
     It goes through the folder that the container shares with us: docker-py loses what arrives with the headers of a
-    stream's socket. The file's size, written when the program has ended well, says that it is whole.
+    stream's socket. The file's size, written when the program has succeeded, says that it is whole.
     """
     inside, output_file = f"/{BUILD_MOUNT}/output", job.mount / "output"
     script = f'"$@" >{inside} 2>{inside}.errors && find {inside} -printf %s >{inside}.size'

@@ -1,4 +1,4 @@
-"""podman: no daemon; rootless through its own user namespace. It also keeps images for people and runs their tasks."""
+"""podman: no daemon; rootless through its own user namespace. It also stores users' images and runs their tasks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Podman(ContainersStorage):
         # Docker allows these to a container by default; with them, scripts do the same under both.
         network = ["--network", "host" if job.has_network else "none"]
         extra = [*network, "--cap-add", "AUDIT_WRITE,MKNOD", "--user", "0:0", "--workdir", "/"]
-        # As one stream: of two, the last line may come first.
+        # stdout and stderr as one stream keep their order.
         # Started again, for a shell, it waits.
         again = f"[ ! -e {_AGAIN} ] || exec sleep infinity; " if job.on_failure else ""
         command = ["/bin/sh", "-c", f"{again}{_without_mtab(job)}exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"]
@@ -114,7 +114,7 @@ def _without_mtab(job: Job) -> str:
 def _container(image: str, options: Sequence[str], command: Sequence[str], *, name: str) -> Iterator[str]:
     """Create a container without starting it; remove it, and stop its processes, at the end."""
     _remove_abandoned_containers()
-    # Named by us, so that one whose making was interrupted is found as well.
+    # Named by us, to find one whose creation was interrupted.
     container = f"ekiben-podman-{secrets.token_hex(4)}-{name}"
     argv = [
         "create",
@@ -150,7 +150,7 @@ def _remove(container: str) -> None:
 
 
 def remove_abandoned(*, dry_run: bool = False) -> list[str]:
-    """Remove the containers and untested images of this user's killed commands, and return what these were."""
+    """Remove the containers and untested images of this user's killed commands, and return their names."""
     if which("podman") is None or not is_in_use():
         return []
     containers = _remove_abandoned_containers(dry_run=dry_run)
@@ -188,7 +188,7 @@ def image_id(name: str) -> str:
 
 
 def tag(image_id: str, name: str) -> None:
-    """Let ``name`` be the image with this id. Raises EngineError."""
+    """Tag the image with this id as ``name``. Raises EngineError."""
     _STORAGE.call("tag", image_id.removeprefix("sha256:"), name)
 
 
@@ -250,7 +250,7 @@ def run_argv(gpu: bool) -> list[str]:
             "podman does not know this machine's GPUs: no file in /etc/cdi describes them",
             hint="as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
         )
-    # What NCCL pins, and its threads; only root may raise these, and a user's own are handed on.
+    # For NCCL's pinned memory and its threads; only root may raise these, a user's own limits are passed on.
     raised = ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if os.geteuid() == 0 and _may_raise() else []
     return [*argv, "--device", container_gpus.ALL_GPUS, *raised]
 
@@ -259,7 +259,7 @@ def run_argv(gpu: bool) -> list[str]:
 
 
 def _oci_runtime() -> list[str]:
-    """crun, the default of most, refuses to start anything beside both versions of cgroups; runc does not."""
+    """crun, the usual default, does not start with a mix of both cgroup versions; runc does."""
     both = Path("/sys/fs/cgroup/unified/cgroup.controllers")
     return ["--runtime", "runc"] if both.exists() and which("runc") else []
 

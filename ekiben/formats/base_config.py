@@ -1,4 +1,4 @@
-"""What a base image of others says of itself (environment, user, folder, program, labels), as files of its layer."""
+"""The configuration of a foreign base image (environment, user, folder, program, labels), as files of its layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class BaseConfig:
-    """The config of an image out of a registry, as far as images on it inherit it; "" and empty where it says nothing.
+    """The config of an image out of a registry, as far as images on it inherit it; "" and empty where it has none.
 
     ``environment`` has a PATH; names that no shell can export are not in it.
     """
@@ -81,7 +81,7 @@ class BaseConfig:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
     def _runscript(self) -> str:
-        """Return the program of the image as Apptainer runs it: arguments take the place of Cmd."""
+        """Return the program of the image as Apptainer runs it: arguments replace Cmd."""
         default = shlex.join(self.cmd or (() if self.entrypoint else ("/bin/sh",)))
         arguments = f"[ $# -gt 0 ] || set -- {default}\n" if default else ""
         return f'#!/bin/sh\n{arguments}exec {shlex.join(self.entrypoint)} "$@"\n'

@@ -45,7 +45,7 @@ from ekiben.formats.xattrs import (
     to_pax,
 )
 
-COMPARED = 64 << 20  # bytes: a larger file that was copied up is taken as changed
+COMPARED = 64 << 20  # bytes: a larger file that was copied up counts as changed
 
 # Contents differ from run to run or from machine to machine, and no image needs them.
 EXCLUDED_BELOW = (
@@ -110,7 +110,7 @@ def without_cache_note(record: bytes) -> bytes:
 
 
 class OverlayError(LayerError):
-    """The engine's overlay cannot do what the script did to a file of a layer below; another engine's may."""
+    """The engine's overlay does not support a script's change to a file of a layer below; another engine may."""
 
 
 class Tree(Protocol):
@@ -215,9 +215,9 @@ def _tar_members(normalizer: _Normalizer, archive: IO[bytes]) -> Iterator[LayerE
         ) as tar:
             yield from normalizer.ordered(((path_of(info), info) for info in tar), tar_reader(tar))
     except tarfile.TarError as error:
-        raise LayerError(f"the tar of what the script changed cannot be read ({error}); GNU tar is needed") from error
-    if not source.ended:  # tarfile takes a tar that breaks off between two files for a whole one
-        raise LayerError("the tar of what the script changed breaks off; nothing of it is stored")
+        raise LayerError(f"the tar of the script's changes cannot be read ({error}); GNU tar is needed") from error
+    if not source.ended:  # tarfile does not notice a tar that ends between two files
+        raise LayerError("the tar of the script's changes is truncated; nothing of it is stored")
 
 
 _OVERLAY_MARKS = ("/.wh..opq", "/.wh..wh..opq")
@@ -246,7 +246,7 @@ class _Normalizer:
         self.gone: list[tuple[tuple[bytes, ...], str]] = []
         self.left_out: dict[
             str, str
-        ] = {}  # a file that is below as it is → where its data stands in this layer, if anywhere
+        ] = {}  # a file that is unchanged below → the entry of this layer with its data, if any
         self.fifos: dict[str, Entry] = {}
         self.setgid: dict[str, int] | None = None  # with fuse-overlayfs: a setgid folder → its group
         self.waiting: list[Entry] = []  # directories on the way down, not written until something in them is
@@ -261,7 +261,7 @@ class _Normalizer:
         yield Entry("", "dir", 0o755, mtime=self.epoch), None
         for name in self.lower.children("") if "" in self.opaque else ():
             self.delete(name)
-        folders: list[tuple[str, tarfile.TarInfo]] = []  # only what a script puts there is kept
+        folders: list[tuple[str, tarfile.TarInfo]] = []  # only files of scripts are kept
         for path, info in infos:
             if path in (".singularity.d", ".singularity.d/env") and info.isdir():
                 folders.append((path, info))
@@ -377,7 +377,7 @@ class _Normalizer:
         )
 
     def link_to_below(self, info: tarfile.TarInfo, path: str, target: str) -> Iterator[LayerEntry]:
-        """Another name of a file that was left out, since it is below as it is: the first such name holds the data."""
+        """A hard link of a file that is unchanged below and was omitted: the first such name gets the data."""
         yield from self.descend(path)
         entry = self.entry(info, path)
         if (holder := self.left_out[target]) != target:
@@ -417,7 +417,7 @@ class _Normalizer:
 
     def check_group(self, entry: Entry, below: Entry | None) -> None:
         """Raise OverlayError for a new path in a setgid folder that has not its group, or a folder without the bit:
-        fuse-overlayfs does not always hand them down."""
+        fuse-overlayfs does not always inherit them."""
         group = (self.setgid or {}).get(entry.path.rpartition("/")[0])
         if group is None or below is not None:
             return
@@ -443,11 +443,11 @@ class _Normalizer:
         self.waiting = []
 
     def whiteouts(self, before: str | None) -> Iterator[LayerEntry]:
-        """Deletions that sort before the path at hand; one for that very path was made anew, and is none."""
+        """Yield deletions that sort before the current path; that of the path itself is dropped: it exists again."""
         until = sort_key(before) if before is not None else None
         while self.gone and (until is None or self.gone[0][0] <= until):
             key, path = heapq.heappop(self.gone)
-            while self.gone and self.gone[0][1] == path:  # deleted, and in a folder made anew
+            while self.gone and self.gone[0][1] == path:  # deleted, and in a folder made again
                 heapq.heappop(self.gone)
             if key != until:
                 yield from self.descend(path)
@@ -522,7 +522,7 @@ def unordered_entries(
         infos = {placed[path]: _linked(info, placed) for path, info in infos.items()}
         if placeholders:
             infos |= {path: _regular(path) for path in PLACEHOLDERS}
-        _add_parents(infos, lower)  # a tar may name a deletion or a mark alone
+        _add_parents(infos, lower)  # a tar may contain a deletion or a mark without its folder
         names = [(path, *path.rpartition("/")[::2]) for path in infos]
         opaque = {parent for _, parent, name in names if name == OPAQUE}
         deleted = {
@@ -533,7 +533,7 @@ def unordered_entries(
         for path, _, name in names:
             if name.startswith(WHITEOUT_PREFIX):
                 del infos[path]
-        opaque |= deleted & infos.keys()  # deleted and made anew: nothing of the old shows through
+        opaque |= deleted & infos.keys()  # deleted and made again: nothing of the old shows through
         normalizer = _Normalizer(lower, epoch, deleted, opaque, keep=PLACEHOLDERS if placeholders else ())
         links = _names_by_target(infos)
         ordered = ((path, _first_name(infos, links, path)) for path in sorted(infos, key=sort_key))
@@ -557,7 +557,7 @@ def _regular(path: str) -> tarfile.TarInfo:
 
 
 def _add_parents(infos: dict[str, tarfile.TarInfo], lower: Lower) -> None:
-    """Folders a tar takes for granted."""
+    """Parent folders that a tar does not list."""
     for path in list(infos):
         while (path := path.rpartition("/")[0]) and path not in infos:
             info = tarfile.TarInfo(path)
@@ -585,7 +585,7 @@ def _first_name(infos: dict[str, tarfile.TarInfo], names: dict[str, list[str]], 
     if stored not in infos:
         raise LayerError(f"/{path} is a hard link to /{stored}, which the archive does not hold")
     holder = infos[stored]
-    link = copy.copy(info)  # the metadata of the file count, not those of another name of it
+    link = copy.copy(info)  # the metadata of the file itself are used, not those of another name of it
     link.mode, link.uid, link.gid, link.mtime = holder.mode, holder.uid, holder.gid, holder.mtime
     if holder.islnk() or sort_key(stored) < sort_key(path):
         return link

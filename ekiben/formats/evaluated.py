@@ -1,4 +1,4 @@
-"""What a %environment that is a script sets, as a shell in the finished layers said: a file of the image, and the
+"""The values of a %environment script, as a shell evaluates them in the finished layers: a file of the image, and the
 entrypoint of a Docker image in which the values depend on where it starts.
 """
 
@@ -16,7 +16,7 @@ from ekiben.core.environment import DEFAULT_PATH
 EVALUATED = "opt/ekiben/environment.json"
 START = "/opt/ekiben/start"
 _SET = "/opt/ekiben/environment.sh"
-# Variables of the shell itself, and of whoever starts it.
+# Variables of the shell itself, and of its caller.
 _OF_START = {"PWD", "OLDPWD", "SHLVL", "_"}
 
 
@@ -57,7 +57,7 @@ class Evaluated:
         }
 
     def _set(self) -> str:
-        """Return the script that sets the image's variables, but for those that the caller gave another value."""
+        """Return the script that sets the image's variables, except those that the caller has set."""
         names = sorted({*self.values, *self.varying})
         known = {"PATH": DEFAULT_PATH, **self.fixed}  # Docker sets that where an image has none
         lines = [_SOURCE]
@@ -83,7 +83,7 @@ def read_environment(data: bytes, start: Mapping[str, str]) -> dict[str, str]:
     """
     *lines, rest = data.split(b"\0")
     if rest or not lines:
-        raise ValueError("leaves other bytes than `env -0` prints")
+        raise ValueError("prints more than `env -0` does")
     values = {}
     for line in lines:
         name, equals, value = line.partition(b"=")
@@ -92,7 +92,7 @@ def read_environment(data: bytes, start: Mapping[str, str]) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"sets {name.decode(errors='replace')} to bytes that are no UTF-8") from error
         if not equals:
-            raise ValueError("leaves other bytes than `env -0` prints")
+            raise ValueError("prints more than `env -0` does")
         if re.fullmatch(rb"[A-Za-z_][A-Za-z0-9_]*", name):  # bash exports its functions under other names
             values[name.decode()] = text
     return {
@@ -100,7 +100,7 @@ def read_environment(data: bytes, start: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# As Apptainer starts an image: of the caller's variables the scripts see the home and the folder alone.
+# As Apptainer starts an image: the scripts see only HOME and PWD of the caller's variables.
 _START = f"""\
 #!/bin/sh
 # Written by Ekiben: sets the image's environment where a container starts. What the caller sets stays.

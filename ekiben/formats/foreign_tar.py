@@ -1,4 +1,4 @@
-"""Tars that somebody else made: of a registry's images. They are checked before their entries become a layer's."""
+"""Tars of other programs: layers of a registry's images. They are checked before their entries become a layer's."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _entries(spool: IO[bytes]) -> Iterator[tarfile.TarInfo]:
             raise
         raise ValueError("an entry has an impossible size") from error
     spool.seek(min(end, size))
-    if end > size or spool.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes both for the end
+    if end > size or spool.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile treats both as the end
         raise ValueError(f"it breaks off, or is damaged, at byte {min(end, size)}")
 
 

@@ -60,7 +60,7 @@ LayerEntry = tuple[Entry, Iterable[bytes] | None]
 
 
 def sort_key(path: str) -> tuple[bytes, ...]:
-    """Return the key that sorts paths depth first, names as bytes: a directory comes right before what it holds."""
+    """Return the key that sorts paths depth first, names as bytes: a directory precedes its entries."""
     return tuple(encode_name(name) for name in path.split("/")) if path else ()
 
 
@@ -151,14 +151,14 @@ class File:
     def open(self) -> BinaryIO:
         """Open its content for reading.
 
-        Raises OSError, also when it is no regular file, or lies elsewhere than when it was checked.
+        Raises OSError, also when it is not a regular file, or lies elsewhere than when it was checked.
         """
         if self.source is None:
             return io.BytesIO(self.content)
         with contextlib.ExitStack() as stack:
             stream = stack.enter_context(open_regular(self.source))
             if self.real is not None and Path(f"/proc/self/fd/{stream.fileno()}").readlink() != self.real:
-                raise OSError(errno.ELOOP, f"it no longer leads to {self.real}", str(self.source))
+                raise OSError(errno.ELOOP, f"it no longer points to {self.real}", str(self.source))
             stack.pop_all()
             return stream
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-# The first that fits. No layer keeps these, see changeset.is_excluded().
+# The first match counts. No layer keeps these, see changeset.is_excluded().
 _REASONS = (
     (
         ("etc/resolv.conf", "etc/hosts", "etc/hostname", "etc/machine-id", "var/lib/dbus/machine-id"),

@@ -46,7 +46,7 @@ class LayerSource(LayerRecord, Protocol):
         """Return where its squashfs is: a file, or a part of one."""
 
     def file(self) -> Path:
-        """Return a file that is its squashfs alone. Raises StoreError."""
+        """Return a file that contains nothing but its squashfs. Raises StoreError."""
 
     def reader(self) -> AbstractContextManager[SquashfsReader]:
         """Open its files. Raises StoreError, OSError."""

@@ -56,7 +56,7 @@ class Hasher:
     """A thread that hashes the bytes in ``file``: it detects a bad copy as well as a bad source."""
 
     def __init__(self, file: int, digest: hashlib._Hash | None = None) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+        from concurrent.futures import ThreadPoolExecutor  # imported here: it brings logging with it
 
         self._file, self._digest, self._buffer = file, digest or hashlib.sha256(), memoryview(bytearray(COPY))
         self._pool: ThreadPoolExecutor = ThreadPoolExecutor(1, thread_name_prefix="sha256")
@@ -94,7 +94,7 @@ class Hasher:
         while buffer:
             got = os.preadv(self._file, [buffer], start)
             if not got:
-                raise OSError(errno.EIO, "what was written cannot be read back")
+                raise OSError(errno.EIO, "the written bytes cannot be read back")
             self._digest.update(buffer[:got])
             buffer, start = buffer[got:], start + got
 

@@ -37,7 +37,7 @@ def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
         base, goes_into = target, False
         if target and members[0].name and is_folder(real_path(target.strip("/"), lower, follow_last=True)):
             base, goes_into = f"{target.rstrip('/')}/{members[0].name}", True
-            if members[0].stage:  # COPY of a rendered Dockerfile would copy the one into the other
+            if members[0].stage:  # COPY of a rendered Dockerfile would copy one into the other
                 raise LayerError(
                     f"%files from {members[0].stage}: {target} is a folder in the layers below; name where the stage's "
                     f"folder goes: {base}"
@@ -54,7 +54,7 @@ def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
                 )
             if file.is_folder and lower.lookup(path) is not None:
                 raise LayerError(
-                    f"%files: {destination} is no folder in the layers below, and a folder cannot replace it"
+                    f"%files: {destination} is not a folder in the layers below, and a folder cannot replace it"
                 )
             resolved.append(replace(file, destination=f"/{path}"))
         placed += resolved
@@ -65,7 +65,7 @@ def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
 
 
 def _refuse_two_sources(placed: Iterable[File]) -> None:
-    """Apptainer copies what stages made before all else, whatever the order of the lines: nothing may depend on it."""
+    """Apptainer copies files of stages first, whatever the order of the lines: nothing may depend on it."""
     stages = {file.destination: file.stage for file in placed if file.stage}
     stages |= {f"/{parent}": stage for path, stage in list(stages.items()) for parent in _parents(path[1:])}
     for file in placed:
@@ -111,7 +111,7 @@ def real_path(path: str, lower: Below, *, follow_last: bool = False) -> str:
         if entry is None or entry.kind == "dir" or (not left and entry.kind != "symlink"):
             done = step
         elif entry.kind != "symlink":
-            raise LayerError(f"%files: /{path}: /{step} is no folder in the layers below")
+            raise LayerError(f"%files: /{path}: /{step} is not a folder in the layers below")
         elif entry.target.startswith("/"):
             done, left = "", [*entry.target.strip("/").split("/"), *left]
         else:

@@ -57,7 +57,7 @@ def runtime_files(
 
 def _checked(name: str, value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{name!r} is no name for an environment variable")
+        raise ValueError(f"{name!r} is not a name for an environment variable")
     return value
 
 

@@ -38,7 +38,7 @@ SIGNED_DESCRIPTOR = struct.Struct("<i?2I4q128s384s")  # type, used, ids, size, c
 DESCRIPTORS_AT = 4096
 DESCRIPTOR_COUNT = 48
 DATA_AT = DESCRIPTORS_AT + DESCRIPTOR_COUNT * DESCRIPTOR.size
-PAGE = 4096  # partitions are mounted in place
+PAGE = 4096  # partitions are mounted from the file, at page boundaries
 
 DEFFILE, PARTITION, SIGNATURE = 0x4001, 0x4004, 0x4005
 NO_GROUP = 0xF000_0000
@@ -46,11 +46,11 @@ GROUP = 0xF000_0001  # group 1, as every SIF of Apptainer has it
 SQUASHFS = 1
 SQUASHFS_MAGIC = b"hsqs"
 PRIMARY, OVERLAY = 2, 4
-USERS = "users"  # name of the primary partition that is no layer
+USERS = "users"  # name of the primary partition that is not a layer
 HASHES = {"sha256": 1, "sha384": 2, "sha512": 3}
 ARCHITECTURES = {"amd64": b"02\0", "arm64": b"04\0", "ppc64le": b"06\0"}
 FS_IOC_RESVSP = 0x40305828  # linux/falloc.h
-SPACE = struct.Struct("@2h2qiI16x")  # type, whence, start, length, two that nobody reads
+SPACE = struct.Struct("@2h2qiI16x")  # type, whence, start, length, two unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def sif_header(digests: Sequence[str], deffile: str, arch: str, epoch: int, user
 
 def sif_id(digests: Sequence[str], deffile: str) -> str:
     """Return the UUID of the SIF with these partitions: equal ids promise equal files."""
-    import uuid  # late: it brings platform with it
+    import uuid  # imported here: it brings platform with it
 
     content = json.dumps(["ekiben sif 1", list(digests), deffile])
     return str(uuid.UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5))
@@ -165,7 +165,7 @@ def new_sif(
     file_hash: hashlib._Hash | None = None,
     signature: Signature | None = None,
 ) -> Iterator[Path]:
-    """Write a SIF, yield its path, and let it take the place of ``out`` when the block ends without an exception.
+    """Write a SIF, yield its path, and replace ``out`` by it when the block ends without an exception.
 
     Of an InnerPath the path is that of ``out``: nothing opens the file by it.
 
@@ -247,7 +247,7 @@ def add_signatures(path: Path, out: Path, signatures: Mapping[int, Signature]) -
                     file.seek(at)
                     file.write(data)
     except struct.error as error:
-        raise StoreError(f"{path}: its header does not fit a SIF's, and cannot be written again") from error
+        raise StoreError(f"{path}: its header is not that of a SIF, and cannot be written again") from error
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -379,12 +379,12 @@ def _head(descriptors: Sequence[Descriptor], sif_header: SifHeader) -> bytes:
 
 @contextlib.contextmanager
 def _new_sif(out: AnyPath, size: int) -> Iterator[BinaryIO]:
-    """Yield a file of ``size`` bytes to be, that takes the place of ``out`` at the end. Raises StoreError."""
+    """Yield a file of ``size`` bytes to be, that replaces ``out`` at the end. Raises StoreError."""
     try:
         if free_bytes(out.parent) < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # Executable: a SIF starts with a launch line. No fsync, a third of the time: what a power failure cuts short
-        # read_sif finds, and it is made again.
+        # Executable: a SIF starts with a launch line. No fsync, a third of the time: read_sif detects a file
+        # that a power failure truncated, and it is written again.
         new = out.new_file() if isinstance(out, InnerPath) else new_file(out, mode=0o777, obey_umask=True, buffering=0)
         with new as file:
             _reserve(file, size)
@@ -392,7 +392,7 @@ def _new_sif(out: AnyPath, size: int) -> Iterator[BinaryIO]:
     except OSError as error:
         hint = "make room, or choose another disk with -o" if error.errno in FULL else None
         raise StoreError(
-            f"{out} cannot be written: {reason_of(error, Path(str(out)))}; it takes {format_size(size)}", hint=hint
+            f"{out} cannot be written: {reason_of(error, Path(str(out)))}; it needs {format_size(size)}", hint=hint
         ) from error
 
 
@@ -411,7 +411,7 @@ def _reserve(file: BinaryIO, size: int) -> None:
 
 
 def read_sif(path: AnyPath) -> SifInfo:
-    """Read what a SIF says of itself, from its first 32 KiB. Raises StoreError when it is no complete SIF."""
+    """Read a SIF's header and metadata, from its first 32 KiB. Raises StoreError when it is not a complete SIF."""
     import uuid  # late, see sif_id()
 
     try:
@@ -436,7 +436,7 @@ def read_runnable_sif(path: AnyPath) -> SifInfo:
     """Read the header of a SIF, and the first bytes of its partitions, as far as no runtime starts a file that lacks
     them.
 
-    Raises StoreError when it is no complete SIF, has no primary partition, or one that is not the file system that it
+    Raises StoreError when it is not a complete SIF, has no primary partition, or one without the file system that it
     should be.
     """
     info = read_sif(path)
@@ -447,16 +447,16 @@ def read_runnable_sif(path: AnyPath) -> SifInfo:
         with open_regular(path) as file:
             for item in info.layers:
                 if os.pread(file.fileno(), len(SQUASHFS_MAGIC), item.offset) != SQUASHFS_MAGIC:
-                    raise StoreError(f"{path}: damaged: data object {item.number} should be a squashfs, and is none")
+                    raise StoreError(f"{path}: damaged: data object {item.number} is not a squashfs")
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     return info
 
 
 def difference(path: AnyPath, partitions: Sequence[Partition], header: SifHeader) -> str:
-    """Read all of a SIF and say where it differs from what write_sif() writes, signatures apart; "" when it does not.
+    """Read all of a SIF and return where it differs from write_sif()'s output, but for signatures; "" when nowhere.
 
-    Raises StoreError when it is no complete SIF.
+    Raises StoreError when it is not a complete SIF.
     """
     info = read_sif(path)
     layout = _lay_out(partitions, header)
@@ -478,7 +478,7 @@ def difference(path: AnyPath, partitions: Sequence[Partition], header: SifHeader
 
 
 def _difference_between(path: AnyPath, info: SifInfo, table: bytes) -> str:
-    """Say which bytes outside the data objects differ from what write_sif() writes: nobody reads them, but equal files
+    """Return which bytes outside the data objects differ from write_sif()'s output: nobody reads them, but equal files
     are promised.
 
     Of a signed file only those before the end of the last layer, and not what the signature changes in the header and
@@ -503,7 +503,7 @@ def _difference_between(path: AnyPath, info: SifInfo, table: bytes) -> str:
                 return f"the bytes from {start} to {end}, which belong to no data object, are not zero"
         size = file.seek(0, os.SEEK_END)
     if not signed and size != spans[-1][1]:
-        return f"it has {size} bytes in place of {spans[-1][1]}"
+        return f"it has {size} bytes instead of {spans[-1][1]}"
     return ""
 
 
@@ -514,7 +514,7 @@ def _fixed_fields(head: bytes) -> tuple[bytes | int, ...]:
 
 def _read_table(path: AnyPath, file: BinaryIO, total: int, offset: int, length: int) -> list[bytes]:
     if not (0 <= total <= 1 << 16 and 0 < offset < 1 << 40 and length == total * DESCRIPTOR.size):
-        raise StoreError(f"{path}: its header does not fit a SIF's: {total} descriptors in {length} bytes at {offset}")
+        raise StoreError(f"{path}: its header is not that of a SIF: {total} descriptors in {length} bytes at {offset}")
     file.seek(offset)
     table = file.read(length)
     if len(table) != length:

@@ -74,7 +74,7 @@ class DigestWriter(TarWriter):
     def __init__(self) -> None:
         super().__init__(self._take)
         self._hash = hashlib.sha256()
-        self._pool: ThreadPoolExecutor | None = None  # for more than one batch
+        self._pool: ThreadPoolExecutor | None = None  # threads pay off from two batches on
         self._jobs: deque[Future[None]] = deque()
         self._batch: list[bytes] = []
         self._batch_bytes = 0
@@ -87,7 +87,7 @@ class DigestWriter(TarWriter):
 
     def _submit(self) -> None:
         if self._pool is None:
-            from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+            from concurrent.futures import ThreadPoolExecutor  # imported here: it brings logging with it
 
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="diff_id")
         self._jobs.append(self._pool.submit(self._update, self._batch))
@@ -100,7 +100,7 @@ class DigestWriter(TarWriter):
             self._hash.update(data)
 
     def close(self) -> None:
-        """Write what ends the archive, and finish its digests."""
+        """Write the end of the archive, and finish its digests."""
         super().close()
         if self._pool:
             self._pool.shutdown()

@@ -44,7 +44,7 @@ def tar_reader(tar: tarfile.TarFile) -> Read:
 
     def read(info: tarfile.TarInfo) -> Iterator[bytes]:
         assert tar.fileobj is not None
-        tar.fileobj.seek(info.offset_data)  # what extractfile() does, but for two copies of every byte
+        tar.fileobj.seek(info.offset_data)  # as extractfile(), without copying every byte twice
         return read_chunks(tar.fileobj.read, info.size)
 
     return read
@@ -110,7 +110,7 @@ def _attributes(location: bytes) -> dict[str, str]:
     try:
         names = os.listxattr(location)
     except OSError as error:
-        if error.errno != errno.ENOTSUP:  # such a file system has no marks; any other failure might hide one
+        if error.errno != errno.ENOTSUP:  # such a file system has no opaque marks; another error might hide one
             raise
         return {}
     kept = [
@@ -137,7 +137,7 @@ class Forward:
         self.ended = False  # whether the last read ended with the zero block of a tar
 
     def tell(self) -> int:
-        """Return how far it was read."""
+        """Return the position in the input."""
         return self._position
 
     def seek(self, position: int) -> int:

@@ -19,9 +19,9 @@ _OVERLAYS = (
     "user.overlay.",
     "user.fuseoverlayfs.",
     "user.containers.",
-)  # rootless overlays keep here what they cannot set
+)  # rootless overlays store metadata here that they cannot set
 OPAQUE_MARK = ".overlay.opaque"  # in the namespace trusted or user
-COPIED_UP = "user.fuseoverlayfs.origin"  # on what fuse-overlayfs copied from a layer below: the path there
+COPIED_UP = "user.fuseoverlayfs.origin"  # set by fuse-overlayfs on files copied up: the path below
 # Linux, include/uapi/linux/capability.h: revision 3 adds the id that root has outside of its user namespace.
 _REVISION_2, _REVISION_3, _REVISIONS, _SIZE_2 = 0x0200_0000, 0x0300_0000, 0xFF00_0000, 20
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → that many bytes, fewer at the end
 
 ELF = b"\x7fELF\x02\x01"  # 64 bits, little endian
-ELF_HEADER = struct.Struct("<16s2HI3QI6H")  # … [6] section headers at, … [11] their size, [12] count, [13] names' index
+ELF_HEADER = struct.Struct(
+    "<16s2HI3QI6H"
+)  # [6] offset of the section headers, [11] size of one, [12] count, [13] index of the names
 SECTION = struct.Struct("<2I4Q2I2Q")  # name, type, flags, address, offset, size, …
 NOBITS = 8
 FATBIN_SECTIONS = {b".nv_fatbin", b"__nv_relfatbin"}  # whole programs; programs linked with -rdc=true
@@ -96,7 +98,7 @@ def _fatbin_sections(read_at: ReadAt) -> Iterator[tuple[int, int]]:
     fields = ELF_HEADER.unpack(head)
     table, entry_size, count, names_index = fields[6], fields[11], fields[12], fields[13]
     if not table or entry_size != SECTION.size or names_index >= count:
-        return  # no sections: stripped of all that says what is where
+        return  # no section headers: a stripped file
     headers = read_at(table, count * SECTION.size)
     if len(headers) < count * SECTION.size:
         raise ValueError(f"ELF file ends before its {count} section headers at {table}")

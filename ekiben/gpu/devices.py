@@ -10,7 +10,7 @@ from pathlib import Path
 from ekiben.core.process import run, which
 
 GPU_DEVICE = "/dev/nvidiactl"  # exists where NVIDIA's driver is loaded
-# For drivers that do not tell it (nvidia-smi before 510).
+# For drivers that do not report it (nvidia-smi before 510).
 _CAPABILITIES = {
     "P100": "6.0",
     "V100": "7.0",

@@ -39,7 +39,7 @@ _SHOWN = 20  # versions that a message names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """What else a user says of the image.
+    """Further options that select an image.
 
     ``stack`` and ``layers`` name another image of a recipe; ``included``: what it may use elsewhere; ``sif``: its file
     (default: the image's name, in this folder); ``added_layer``: see Recipe; ``shared``: returns the folder where
@@ -88,7 +88,7 @@ def _split(reference: str) -> tuple[str, str, str]:
     if colon and not version:
         raise UsageError(
             f"{single_line(reference)}: the version after the colon is missing",
-            hint=f"{single_line(name)}:{CURRENT} is the newest published image; {name} is a recipe's, or else that one",
+            hint=f"{single_line(name)}:{CURRENT} is the newest published image; {name}, a recipe's if there is one",
         )
     return name, colon, version
 
@@ -107,10 +107,10 @@ def _at_path(reference: str, options: ImageOptions) -> NamedImage:
         return _of_file(path, options)
     shown = single_line(reference)
     if path.exists() and not path.is_dir():
-        raise UsageError(f"{shown} is no regular file")
+        raise UsageError(f"{shown} is not a regular file")
     if reference.endswith(".sif"):
-        raise UsageError(f"{shown} is a folder, and no SIF file" if path.is_dir() else f"{shown} is not there")
-    raise UsageError(f"{shown}: no recipe.yaml there, and it is no SIF file")
+        raise UsageError(f"{shown} is a folder, not a SIF file" if path.is_dir() else f"{shown} is not there")
+    raise UsageError(f"{shown}: no recipe.yaml there, and it is not a SIF file")
 
 
 def registry_reference(text: str) -> Reference | None:
@@ -147,7 +147,7 @@ def _in_registry(text: str, options: ImageOptions) -> NamedImage:
 
 
 def not_in_registry(text: str, reference: Reference, error: FetchError) -> FetchError:
-    """Return the error for an image that a registry does not have: of a name that may be a path, too, it says both."""
+    """Return the error for an image that a registry does not have; it also covers a name that may be a path."""
     if "://" in text:
         return error
     here = f"{text}: there is no such file or folder here, and no image in the registry {reference.host}"
@@ -201,13 +201,13 @@ def _is_published(name: str, shared: Path | None) -> bool:
     """Return whether the shared folder has a version of this name."""
     if shared is None or not NAME.fullmatch(name):
         return False
-    with contextlib.suppress(StoreError, OSError):  # it is not mounted, say: only who names a version needs it
+    with contextlib.suppress(StoreError, OSError):  # not mounted, for example: only needed where a version is named
         return bool(read_records(open_shared(shared).folder / IMAGES / name)[0])
     return False
 
 
 def _note_of_both(name: str, shared: Path | None) -> str:
-    """Return the line that says which image was taken where a published one has the recipe's name."""
+    """Return a line that tells which image is used where a published one has the recipe's name."""
     with contextlib.suppress(OSError):
         if shared and (InnerPath.below(shared) / IMAGES / name / CURRENT).lexists():
             return f"{name} is this recipe's image; {name}:{CURRENT} is the one in {shared}"
@@ -241,7 +241,7 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
 def _refuse_unrecorded(
     name: str, version: str, folder: InnerPath, records: Sequence[VersionRecord], shared: Path
 ) -> None:
-    """Raise StoreError where the version that is meant is there, and its record is not: nothing says what it is.
+    """Raise StoreError where the version exists without a record: its content is unknown.
 
     A file beside a version that has its record is not meant: a publisher was killed, or somebody planted it.
     """
@@ -256,7 +256,7 @@ def _refuse_unrecorded(
             ):
                 raise StoreError(
                     f"{name}:{version} is {item.file} in {shared}, and {item.reason}",
-                    hint=f"{command_name()} publish --repair {shared} writes it anew from the image",
+                    hint=f"{command_name()} publish --repair {shared} writes it again from the image",
                 )
 
 
@@ -270,7 +270,7 @@ def _version_of(name: str, version: str, records: list[VersionRecord], links: di
     if version in links:
         if record := by_file.get(Path(links[version]).name):
             return record
-        raise UsageError(f"{name}:{version} is a link to {links[version]}, which is no published version")
+        raise UsageError(f"{name}:{version} is a link to {links[version]}, which is not a published version")
     for record in reversed(records):
         if _is_version(record, version):
             return record

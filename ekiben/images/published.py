@@ -1,8 +1,8 @@
-"""Read what a shared folder says of its versions: records that any of its writers may have written.
+"""Read the records of a shared folder's versions, which any of its writers may have written.
 
 A version is there when its record is: the record is written last, and removed first. Who published it is the owner of
-its SIF, as the kernel knows it; its record may be another user's, who wrote it anew. A SIF whose record somebody
-removed or damaged is a version without a record (unrecorded_versions()): ekiben/publish/repair.py writes it anew.
+its SIF, as the kernel knows it; its record may be another user's, who wrote it again. A SIF whose record somebody
+removed or damaged is a version without a record (unrecorded_versions()): ekiben/publish/repair.py writes it again.
 
 The record, one JSON object:
 
@@ -21,7 +21,7 @@ The record, one JSON object:
     checks       runtime and seconds of every test that passed before it was published
     published    when (UTC, ISO 8601); by: the login name of its writer, who may write anything here: readers take the
                  owner of the SIF
-    repaired     when the record was written anew from the image; missing where it was not
+    repaired     when the record was written again from the image; missing where it was not
     previous     the file that `current` named before; null at first
     checksum     of all other fields (ekiben/core/checked.py); missing in records of earlier versions
 
@@ -51,12 +51,12 @@ from ekiben.store.shared import IMAGES, user_name
 RECORD_FORMAT = 1
 SBOM_SUFFIX = ".cdx.json"  # as CycloneDX has it
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+]{0,63}")
-_RECORD_FILE = re.compile(r".+-[0-9a-f]{12}\.json")  # and not <stem>.cdx.json, say
+_RECORD_FILE = re.compile(r".+-[0-9a-f]{12}\.json")  # for example not <stem>.cdx.json
 _SIF_FILE = re.compile(rf"(.+)-({VERSION.pattern})-[0-9a-f]{{12}}\.sif")
 _MAX_RECORD = 4 << 20  # bytes
 _MAX_REMOVAL = 1 << 16
 RECORD_MISSING = "its record is missing"
-REMOVED = ".removed"  # beside where a version was: who removed it is the owner of this file
+REMOVED = ".removed"  # in the folder of a removed version: its owner is who removed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class PassedCheck:
 class VersionRecord:
     """One published version.
 
-    ``by`` is the owner of the SIF; ``recorded_by``: the owner of the record where that is another user, else "";
+    ``by`` is the owner of the SIF; ``recorded_by``: the owner of the record where they differ, else "";
     ``data`` is the record as it was read, with fields that this version of Ekiben does not know.
     """
 
@@ -105,7 +105,7 @@ class VersionRecord:
 
     @property
     def added_layers(self) -> tuple[str, ...]:
-        """Return the layers that were put on the recipe's."""
+        """Return the layers added to the recipe's."""
         labels = self.data.get("labels")
         return tuple(str(labels.get(oci.LAYER_LABEL, "")).split()) if isinstance(labels, Mapping) else ()
 
@@ -157,7 +157,7 @@ def read_record(path: InnerPath) -> VersionRecord:
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     if record.stem != path.name.removesuffix(".json"):
-        raise ValueError(f"'file' is of another version: {record.file}")
+        raise ValueError(f"'file' belongs to another version: {record.file}")
     try:
         status = path.with_name(record.file).status()
     except OSError as error:
@@ -171,7 +171,7 @@ def read_record(path: InnerPath) -> VersionRecord:
 
 
 def _read_owned(path: InnerPath, max_size: int) -> tuple[bytes, int]:
-    """Return what is in a file, and whose it is. Raises OSError, ValueError for a larger one."""
+    """Return the content of a file, and its owner. Raises OSError, ValueError for a larger one."""
     with path.open_file() as stream:
         status = os.fstat(stream.fileno())
         if status.st_size > max_size:
@@ -186,10 +186,10 @@ def parse_record(data: object, name: str) -> VersionRecord:
         raise NewerRecord(f"is of format {fields.size('format')}; this Ekiben reads format {RECORD_FORMAT}")
     fields = Fields(without_checksum(fields.data))
     if fields.name("name") != name:
-        raise ValueError(f"'name' is of another image: {fields.name('name')}")
+        raise ValueError(f"'name' belongs to another image: {fields.name('name')}")
     version, sha256 = fields.matching("version", VERSION, "a version"), fields.hex_digest("sha256")
     if fields.basename("file") != f"{name}-{version}-{sha256[:12]}.sif":
-        raise ValueError(f"'file' is of another version: {fields.basename('file')}")
+        raise ValueError(f"'file' belongs to another version: {fields.basename('file')}")
     layers = tuple(StoredLayer.parse(layer) for layer in fields.objects("layers"))
     if not layers:
         raise ValueError("'layers' is empty")
@@ -291,7 +291,7 @@ def removals(folder: InnerPath) -> list[Removal]:
 
 
 def removal_note(version: VersionRecord | UnrecordedVersion) -> bytes:
-    """Return what is written when a version is removed."""
+    """Return the record of a removed version."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     note = {"file": version.file, "size": version.size, "removed": now}
     if isinstance(version, VersionRecord):

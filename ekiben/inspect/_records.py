@@ -1,4 +1,4 @@
-"""Read the JSON that this package finds: records of images in a store, and of published images."""
+"""Read records of images in a store, and of published images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredImage:
-    """What the store knows of one image. ``environment`` as lines NAME=value."""
+    """The store's record of one image. ``environment`` as lines NAME=value."""
 
     recipe: str
     stack: str
@@ -104,7 +104,9 @@ def published_layers(path: Path) -> tuple[Path, list[StoredLayer]]:
         ]
     except (OSError, ValueError) as error:
         reason = (
-            str(error.strerror) if isinstance(error, OSError) else f"it is no record of a published image: it {error}"
+            str(error.strerror)
+            if isinstance(error, OSError)
+            else f"it is not a record of a published image: it {error}"
         )
         raise UsageError(
             f"{path} cannot be read: {reason}", hint="name the .json beside a published .sif, or the .sif"

@@ -1,4 +1,4 @@
-"""Describe what an image of the store, or a SIF file, is made of."""
+"""Describe the layers and packages of an image of the store, or of a SIF file."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _describe_sif(path: Path) -> SifDescription:
 def _time(seconds: int) -> str:
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat()
-    except (OverflowError, OSError, ValueError):  # a damaged header may say anything
+    except (OverflowError, OSError, ValueError):  # a damaged header may contain anything
         return f"{seconds} s since 1970"
 
 

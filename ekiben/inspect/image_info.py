@@ -1,4 +1,4 @@
-"""What an image of Ekiben's says of itself: its recipe, its layers, its config. Read from a SIF as from the store."""
+"""Metadata of an Ekiben image: its recipe, its layers, its config. Read from a SIF or from the store."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ekiben.spec.recipe import ShippedRecipe
 from ekiben.store import Image, Store, StoredLayer
 
 _RECIPE = "opt/ekiben/recipe/recipe.yaml"
-_OF_RECIPE = {"EKIBEN_RECIPE": RECIPE_HOME}  # what an image of Ekiben's has beside what its scripts set
+_OF_RECIPE = {"EKIBEN_RECIPE": RECIPE_HOME}  # variables of every Ekiben image, besides those of its scripts
 
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """What the image says of itself; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it;
+    """The image's metadata; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it;
     ``evaluated``: what scripts of the environment set; ``user``: the base's, "" for root; ``base``: its agent,
     reference and digest."""
 
@@ -49,7 +49,7 @@ class ImageInfo:
 
 
 def image_info(image: ImageReader) -> ImageInfo:
-    """Return what an open image says of itself. Raises UsageError for one of another builder."""
+    """Return the metadata of an open image. Raises UsageError for one of another builder."""
 
     def text(path: str) -> str:
         return (image.read_through_links(path) or b"").decode("utf-8", "surrogateescape")
@@ -77,7 +77,7 @@ def image_info(image: ImageReader) -> ImageInfo:
         )
     except (ValueError, KeyError) as error:
         raise UsageError(
-            f"{image.name} is no image of Ekiben's: nothing in it says what it is made of (/opt/ekiben/image.json)",
+            f"{image.name} was not built by Ekiben: it has no /opt/ekiben/image.json",
             hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} build RECIPE",
         ) from error
 
@@ -192,7 +192,7 @@ def image_of_sif(path: AnyPath, store: Store, progress: Progress, name: str = ""
 
 
 def _check_id(path: AnyPath, image: ImageReader, info: ImageInfo) -> None:
-    """Raise StoreError for a SIF whose id, which is made of its content, is that of another content."""
+    """Raise StoreError for a SIF whose id does not match its content."""
     users = users_partition([layer.reader for layer in image.layers], info.epoch)
     header = sif_header([layer.digest for layer in image.layers], info.deffile, image.arch, info.epoch, users)
     if header.id != read_sif(path).id:

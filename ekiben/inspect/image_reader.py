@@ -67,7 +67,7 @@ class ImageReader:
         return sum(layer.size for layer in self.layers)
 
     def read(self, path: str) -> bytes | None:
-        """Return a file as the image shows it, None where there is none; links are not followed."""
+        """Return a file of the merged image, None where there is none; links are not followed."""
         for layer in reversed(self.layers):
             if (entry := layer.reader.lookup(path)) is not None:
                 return layer.reader.read_file(path) if entry.kind == "file" else None
@@ -75,11 +75,11 @@ class ImageReader:
 
     @cached_property
     def tree(self) -> Tree:
-        """Return every path that the image shows, with its entry and the number of its layer."""
+        """Return every path of the merged image, with its entry and the number of its layer."""
         tree: Tree = {}
         for number, layer in enumerate(self.layers):
             entries = {entry.path: entry for entry in layer.reader.entries()}
-            # What a whiteout removes, or what no directory holds any more.
+            # Files removed by a whiteout, or whose directory is gone.
             gone = {path for path, entry in entries.items() if entry.kind != "dir" and path in tree}
             if folders := {path for path in gone if tree[path][0].kind == "dir"}:
                 gone |= {path for path in tree if not folders.isdisjoint(parents(path))}
@@ -286,7 +286,7 @@ def _is_file(layer: LayerReader, path: str) -> bool:
 def _checked_status(layer: LayerReader, text: str) -> list[dict[str, str]]:
     for number, line in enumerate(text.splitlines(), 1):
         if line and not _STATUS_LINE.match(line):
-            raise _broken(layer, f"line {number} is no field: {line[:60]!r}")
+            raise _broken(layer, f"line {number} is not a field: {line[:60]!r}")
     records = [record for record in dpkg_records(text) if record]
     for record in records:
         if missing := [field for field in ("Package", "Status") if not record.get(field)]:
@@ -301,7 +301,7 @@ def _checked_status(layer: LayerReader, text: str) -> list[dict[str, str]]:
 def _broken(layer: LayerReader, reason: str) -> VerifyError:
     return VerifyError(
         f"layer {layer.name}: dpkg's database is broken: {DPKG_STATUS}: {reason}",
-        hint="the content of that layer is unknown; see what its definition's %post does to dpkg, and build it again",
+        hint="the content of that layer is unknown; check what its definition's %post does to dpkg, and build it again",
     )
 
 

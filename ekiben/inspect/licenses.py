@@ -38,7 +38,7 @@ _CLASSIFIERS = {
     "zlib/libpng License": "Zlib",
 }
 
-# What is commonly written where Python has a free text.
+# Common spellings in Python's free-text licence field.
 _FREE = {
     "3-clause bsd license": "BSD-3-Clause",
     "apache 2.0": "Apache-2.0",

@@ -1,4 +1,4 @@
-"""What an image has in /opt/ekiben/image.json: of which recipe and layers it is, and what was compiled for it."""
+"""The content of /opt/ekiben/image.json: recipe, layers, and compiled packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SBOM of an image, CycloneDX 1.6 as JSON: what is in it, from where, in which layer, under which licence.
+"""The SBOM of an image, CycloneDX 1.6 as JSON: packages with their origin, layer and licence.
 
 Everything is read out of the image itself, so an image of the store, its SIF and its published copy have the same SBOM,
 byte for byte, wherever it is made; its serial number is the hash of its content, its time the image's. What is there:
@@ -149,7 +149,7 @@ def _image_component(
             if value := getattr(layer, field):
                 properties.append(Property(name=f"ekiben:layer:{number:02}:{field}", value=str(value)))
     properties += [Property(name="ekiben:drift", value=line) for line in drift.values()]
-    if not has_debian:  # Fedora's, say: of an image on a registry's
+    if not has_debian:  # another distribution, such as Fedora as a registry's base
         properties.append(
             Property(name="ekiben:incomplete", value=f"no {DPKG_STATUS}: what the distribution installed is not listed")
         )
@@ -265,7 +265,7 @@ def _python(
         version, hashes = locked
         if version != package.version:
             properties["ekiben:drift"], hashes = f"{name} {version} → {package.version}", ()
-        elif len(hashes) > 1:  # the lock allows one for each platform and a source, and does not say which is which
+        elif len(hashes) > 1:  # the lock has hashes of wheels and of the source, and does not say which is which
             properties["ekiben:locked:sha256"], hashes = " ".join(hashes), ()
     if origin:
         purl, pedigree = _compiled_from(origin, purl)
@@ -358,8 +358,7 @@ def _locks(image: ImageReader) -> Locks:
     }
 
 
-# -- what needs what
-# ------------------------------------------------------------------------------------------------------
+# -- dependencies ------------------------------------------------------------------------------------------------------
 
 Dependencies = dict[str, set[str]]  # by the keys of components in write_sbom()
 
@@ -383,7 +382,7 @@ def _debian_dependencies(packages: Sequence[DebianPackage]) -> Dependencies:
 
 
 def _python_dependencies(packages: Sequence[PythonPackage], image: ImageReader) -> Dependencies:
-    """Requires-Dist where its marker holds in the image. An extra counts where somebody asks for it."""
+    """Requires-Dist whose marker is true in the image. An extra counts where another package requires it."""
     installed = {(_site(package), plain_name(package.name)): package for package in packages}
     dependencies: Dependencies = {_key(package): set() for package in packages}
     waiting = [(package, "") for package in packages]

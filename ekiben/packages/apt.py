@@ -58,7 +58,7 @@ def _signed(*options: str) -> str:
     return f"[{' '.join(options)}] " if options else ""
 
 
-SNAPSHOT = "https://snapshot.debian.org/archive"  # EKIBEN_SNAPSHOT names another one; "" none
+SNAPSHOT = "https://snapshot.debian.org/archive"  # EKIBEN_SNAPSHOT replaces it; "" disables it
 
 
 def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
@@ -70,7 +70,7 @@ def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
     archive_url = os.environ.get("EKIBEN_SNAPSHOT", SNAPSHOT).rstrip("/")
     if not moment or not archive_url:
         return ""
-    import ssl  # late: a build that finds all its layers asks nobody
+    import ssl  # imported here: a build whose layers are all stored needs no network
     import urllib.request
 
     answers: list[bool] = []
@@ -83,7 +83,7 @@ def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
             with urllib.request.urlopen(request, timeout=patience, context=context) as answer:
                 answers.append(answer.status == 200)
 
-    asking = threading.Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
+    asking = threading.Thread(target=ask, daemon=True)  # a DNS lookup has no timeout of its own
     asking.start()
     asking.join(patience)
     if not any(answers):
@@ -100,7 +100,7 @@ def preferences(pins: Mapping[str, str]) -> str:
 
     See apt_preferences(5).
     """
-    # Above every ordinary version, and below what would replace an installed one by an older one.
+    # Priority above every ordinary version, and below 1000, which allows downgrades.
     return "".join(
         f"Package: {name}\nPin: version {version}\nPin-Priority: 995\n\n" for name, version in sorted(pins.items())
     )
@@ -117,7 +117,7 @@ def write_apt_files(mount: Path, sources: str, pins: Mapping[str, str]) -> None:
         f'Dir::Etc::preferences "{inside}/preferences";',
         'Acquire::Languages "none";',
         'Acquire::Retries "3";',
-        'DPkg::Options { "--force-unsafe-io"; };',  # a layer that is not finished is thrown away, not recovered
+        'DPkg::Options { "--force-unsafe-io"; };',  # an unfinished layer is discarded, not recovered
         'Dpkg::Use-Pty "false";',
     ]
     if sources:

@@ -44,7 +44,7 @@ def installed_packages(text: str, path: Path) -> list[str]:
 def add_packages(text: str, names: Sequence[str], path: Path) -> str:
     """Return the text with ``names`` in its first `apt-get install` line, or in a new one at the beginning of %post.
 
-    Raises DefinitionError when %post is no shell script.
+    Raises DefinitionError when %post is not a shell script.
     """
     post = _post(text, path)
     if post is None:

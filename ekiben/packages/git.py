@@ -1,4 +1,4 @@
-"""Git sources of build stages, from where this site says: git's own url.<base>.insteadOf.
+"""Git sources of build stages, from the site's mirrors: git's own url.<base>.insteadOf.
 
 A definition names a repository and a commit, and the submodules that it needs, in arguments: ``…_repository``,
 ``…_commit``, ``…_submodules``. The host fetches the commit into a bare repository that is mounted for the stage, where
@@ -27,14 +27,14 @@ from ekiben.core.process import run, which
 from ekiben.spec.sources import is_subdirectory
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# A URL, a path, or ssh's HOST:PATH. All else git may take for an option, a remote of the folder at hand, or a helper to
-# start.
+# A URL, a path, or ssh's HOST:PATH. Git might read anything else as an option, a remote of the current
+# folder, or a helper to start.
 _REPOSITORY = re.compile(
     r"(https?|ssh|git|file)://(?!-)[^\x00-\x1f]+|/[^\x00-\x1f]+|\w[\w.-]*(@\w[\w.-]*)?:(?!:|//)[^\x00-\x1f]+"
 )
 _MAX_DEPTH = 8  # of submodules in submodules
 _LOCAL = ("/", "file://")
-KEPT = "repositories.json"  # beside the repositories of a bundle: which is which
+KEPT = "repositories.json"  # in a bundle: maps each repository to its folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def git_sources(arguments: Mapping[str, str]) -> list[GitSource]:
     for name in names:
         values = {field: arguments.get(f"{name}_{field}", "") for field in ("repository", "commit", "submodules")}
         missing = [f"{name}_{field}" for field in ("repository", "commit") if not values[field]]
-        if len(missing) == 2:  # a source that is not wanted
+        if len(missing) == 2:  # a source that is not selected
             continue
         if missing:
             raise FetchError(
@@ -150,7 +150,7 @@ def find_commit(repository: str, reference: str) -> str:
     if done.returncode:
         raise FetchError(
             f"{repository} cannot be read: {done.stderr.strip()}",
-            hint="what git asks for, its credential helper or ~/.netrc gives: `git ls-remote` of it has to answer",
+            hint="git gets credentials from its credential helper or ~/.netrc: check it with `git ls-remote`",
         )
     commits = {name: value for value, _, name in (line.partition("\t") for line in done.stdout.splitlines())}
     commit = next((commits[name] for name in asked if name in commits), "")
@@ -224,10 +224,10 @@ def _fetch(git: Sequence[str], source: GitSource) -> None:
         [*git, "ls-remote", "--get-url", "--", source.repository]
     ).stdout.strip()  # not by the working folder's .git
     where = source.repository if url == source.repository else f"{source.repository} (from {url})"
-    # Whose a mirror on this machine is does not matter: git checks what it reads by its name.
+    # The owner of a mirror on this machine does not matter: git checks objects by their names.
     local = ["--upload-pack", "git -c safe.directory=* upload-pack"] if url.startswith(_LOCAL) else []
     done = run([*git, "fetch", "--quiet", *local, "--depth", "1", "--", source.repository, source.commit], check=False)
-    if done.returncode:  # a server may not hand out a commit by its name, a file has no depth: then all that is there
+    if done.returncode:  # a server may refuse to send a commit by its name, a file has no depth: then fetch all
         everything = [*local, "--update-shallow", "--", source.repository, "+refs/*:refs/source/*"]
         done = run([*git, "fetch", "--quiet", *everything], check=False)
         if done.returncode:
@@ -262,7 +262,7 @@ def write_kept(kept: Mapping[str, str], folder: Path) -> None:
 
 
 def mount_kept(folder: Path, inside: str) -> dict[str, str]:
-    """Return the environment that has git use what is kept in ``folder``, which is mounted at ``inside``."""
+    """Return the environment with which git uses the repositories in ``folder``, which is mounted at ``inside``."""
     if not (folder / KEPT).is_file():
         return {}
     try:
@@ -270,7 +270,7 @@ def mount_kept(folder: Path, inside: str) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise StoreError(f"{KEPT} in the bundle does not name its repositories: it {error}") from error
     if wrong := next((name for name in kept.values() if not is_basename(name)), None):
-        raise StoreError(f"{KEPT} in the bundle names a repository {wrong!r:.80}, which is no folder beside it")
+        raise StoreError(f"{KEPT} in the bundle names a repository {wrong!r:.80}, which is not a folder beside it")
     pairs = [(f"url.file://{inside}/{name}.insteadOf", repository) for repository, name in sorted(kept.items())]
-    # git takes submodules from no folder, and nothing from another user's, unless configured to.
+    # Without these settings git refuses submodules from folders, and repositories of other users.
     return _git_settings([*pairs, ("protocol.file.allow", "always"), ("safe.directory", "*")])

@@ -125,7 +125,7 @@ def _logins(texts: Iterable[str]) -> str:
 
 
 def mount_wheels(wheels: Sequence[File], mount: Path, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Put wheels that were built here where a script finds them; return the environment in which uv does, too."""
+    """Put wheels that were built here into the job's folder; return the environment that points uv at them."""
     if not wheels:
         return environment
     for wheel in wheels:

@@ -1,4 +1,4 @@
-"""Write a stack's lock files: what each layer asks for, resolved on top of the layers below.
+"""Write a stack's lock files: the requirements of each layer, resolved on top of the layers below.
 
 Python packages   LAYER.in → LAYER.lock, with hashes, by uv. ``# exclude-newer: DATE`` in an .in file resolves as of
                   then.
@@ -50,7 +50,7 @@ from ekiben.spec.sums import SUMS, format_sums
 
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==(\S+)", re.MULTILINE)
 _LOCAL = re.compile(r"^([A-Za-z0-9][\w.-]*)==\S+\+\S+", re.MULTILINE)  # torch==2.2.0+cu118: of an index of its own
-_SOURCE = (  # NAME-source.in: a source distribution that a build stage compiles; its requirements are others' matter
+_SOURCE = (  # NAME-source.in: a source distribution that a build stage compiles; its requirements are locked elsewhere
     "-source"
 )
 _INSTALL = re.compile(r"\bapt-get\b[^;&|\n]*?\binstall\b([^;&|<>\n]*)")
@@ -76,7 +76,7 @@ def refresh(
     stack = open_stack(name, included)
     if IS_INSTALLED and not check and stack.folder.is_relative_to(PROJECT_ROOT):
         raise UsageError(
-            f"stack '{stack.name}' is part of the installed Ekiben, and is not locked anew in place",
+            f"stack '{stack.name}' is part of the installed Ekiben, and cannot be locked there",
             hint=(
                 f"lock a copy of {stack.folder} in your recipe's images/stacks/, or a recipe's own packages:"
                 f" {command_name()} lock ./RECIPE"
@@ -93,7 +93,7 @@ def refresh(
     changes = 0
     for architecture in (
         sorted(stack.file.architectures) if arch is None else [arch]
-    ):  # amd64, whose versions others keep, first
+    ):  # amd64 first: the other architectures keep its versions
         bound = replace(stack, arch=architecture)
         for line in _lock_python(bound, definitions, locked, _sources(stack.folder, included), keep=check or keep):
             changes += 1
@@ -119,7 +119,7 @@ def refresh(
 
 
 def _write_locks(stack: Stack, locked: Mapping[Path, str]) -> None:
-    """Write what changed; the lock of an architecture that holds what amd64's does is not needed, and goes."""
+    """Write changed locks; a lock of an architecture that equals amd64's is removed."""
     written, needless = dict[Path, str](), list[Path]()
     for target, text in locked.items():
         if target != (shared := shared_lock(target)) and text == locked.get(shared, _read(shared)):
@@ -216,7 +216,7 @@ def _lock_python(
 
 
 def _blocks_beyond(text: str, known: str) -> str:
-    """Return the blocks of a lock for packages that ``known`` has not."""
+    """Return the blocks of a lock for packages that are not in ``known``."""
     names = {canonicalize_name(match[1]) for match in _PIN.finditer(known)}
     return "".join(
         block
@@ -454,14 +454,14 @@ def _apt_text(stack: Stack, lock: AptLock) -> str:
 
 
 def _sums(stack: Stack, written: Mapping[Path, str], needless: Collection[Path] = ()) -> str:
-    """Return SHA256SUMS as it is right once ``written`` is written and ``needless`` is gone."""
+    """Return SHA256SUMS after ``written`` is written and ``needless`` is removed."""
     existing = {path for pattern in ("*.in", "*.lock") for path in stack.folder.glob(pattern)}
     names = {path.name for path in (existing | set(written)) - set(needless) if path.parent == stack.folder}
     return format_sums(stack.folder, sorted(names), written)
 
 
 def _sum_problems(stack: Stack) -> Iterator[str]:
-    """Yield a line for each file whose content `lock` did not write, or read."""
+    """Yield a line for each file that was edited since `lock` wrote or read it."""
     path = stack.folder / SUMS
     before, now = (
         dict(line.split("  ")[::-1] for line in text.splitlines()) for text in (_read(path), _sums(stack, {}))

@@ -1,4 +1,4 @@
-"""Say which locked Python packages have a newer release, and which have a known advisory.
+"""Report locked Python packages with a newer release or a known advisory.
 
 Newer releases are asked of the package index, by uv. Advisories come from a database file in the OSV format
 (https://ossf.github.io/osv-schema/): osv.dev publishes one of all PyPI advisories as ``PyPI/all.zip``.
@@ -84,7 +84,7 @@ def find_newer(versions: Mapping[str, str]) -> dict[str, str]:
         try:
             done = run_uv(["list", "--outdated", "--quiet", "--format", "json", "--target", folder], Path(folder))
         except ProcessError as error:
-            raise FetchError(f"no index said which packages are newer:\n{error.stderr.strip()}") from error
+            raise FetchError(f"no index answered which packages are newer:\n{error.stderr.strip()}") from error
     try:
         packages = Fields.of({"packages": parse_json(done.stdout)}).objects("packages")
         return {canonicalize_name(package.text("name")): package.text("latest_version") for package in packages}
@@ -108,7 +108,7 @@ def find_advisories(versions: Mapping[str, str], database: Path) -> list[Advisor
                 raise UsageError(
                     f"{database}: {record_file}: {error}", hint="give an OSV database: PyPI/all.zip of osv.dev"
                 ) from error
-    # zipfile raises RuntimeError for a file with a password, and a kind of it for a compression that it does not know.
+    # zipfile raises RuntimeError for an encrypted file, and a subclass of it for an unknown compression.
     except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError) as error:
         raise UsageError(
             f"{database}: cannot be read: {error}", hint="give an OSV database: PyPI/all.zip of osv.dev"

@@ -1,4 +1,4 @@
-"""Requirements of Python packages: read, and given to uv so that none of their code is run on this machine.
+"""Requirements of Python packages: parsed, and passed to uv without running any of their code on this machine.
 
 uv runs the build script of a folder, an archive or a repository to know what it depends on; of an editable one even
 where building is off. So a file may name packages of an index alone, and uv gets what was read and checked, in a file
@@ -166,7 +166,7 @@ def read_requirements(
             where = f"{source}:{number}"
             path = sources.check(source.parent / other["path"].strip("\"'"), where)
             if path in (*_above, source) or not path.is_file():
-                problem = "is no file" if not path.is_file() else "names the file that names it"
+                problem = "is not a file" if not path.is_file() else "names the file that names it"
                 raise DefinitionError(f"{where}: {path} {problem}")
             file = read_requirements(path, sources, is_recipe=True, edits=edits, _above=(*_above, source))
             further.append((other["name"], file))
@@ -253,7 +253,9 @@ def read_folder(match: re.Match[str], start: Path, sources: SourceFolders, where
     path = Path(unquote(re.sub(r"^file:(//(localhost)?(?=/))?", "", match["path"])))
     folder = sources.check(start / path, where)
     if not folder.is_dir():
-        raise DefinitionError(f"{where}: {path} is no folder", hint="a package of an index is NAME alone, without '/'")
+        raise DefinitionError(
+            f"{where}: {path} is not a folder", hint="a package of an index is NAME alone, without '/'"
+        )
     name = match["name"] or _project_name(folder, sources, where)
     marker = f" ; {match['marker']}" if match["marker"] else ""
     try:
@@ -268,7 +270,7 @@ def _project_name(folder: Path, sources: SourceFolders, where: str) -> str:
     file = folder / "pyproject.toml"
     if not file.is_file() and not (folder / "setup.py").is_file():
         raise DefinitionError(
-            f"{where}: {folder} is no Python package: it has neither pyproject.toml nor setup.py",
+            f"{where}: {folder} is not a Python package: it has neither pyproject.toml nor setup.py",
             hint="scripts that need no installation go into the recipe's entrypoints/",
         )
     try:
@@ -286,8 +288,8 @@ def _project_name(folder: Path, sources: SourceFolders, where: str) -> str:
 
 
 def _check_option(option: re.Match[str], source: Path, number: int, sources: SourceFolders) -> str:
-    """Return an option for uv, with a folder as a URL. Raises DefinitionError for what a file from elsewhere must not
-    name: uv puts variables into the URL it asks.
+    """Return an option for uv, with a folder as a URL. Raises DefinitionError for a URL that a foreign file
+    must not name: uv expands variables in it.
     """
     if not option["name"]:
         return option[0]
@@ -371,7 +373,7 @@ def run_uv(arguments: Argv, folder: Path) -> subprocess.CompletedProcess[str]:
     ``folder``, an empty one of ours, is the project whose settings uv reads, beside those of the user and of the
     system.
     """
-    (folder / "uv.toml").touch()  # else uv looks for one in the folders above, which may be everybody's
+    (folder / "uv.toml").touch()  # else uv searches the parent folders, which others may write
     command, *rest = arguments
     return run(
         [find_uv_bin(), "pip", command, "--project", folder, "--python", sys.executable, *rest],

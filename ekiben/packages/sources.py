@@ -1,4 +1,4 @@
-"""Source distributions of a package index: chosen and fetched here, by their hashes; built elsewhere, in a build stage.
+"""Source distributions of a package index: chosen and fetched here by hash, and built in a build stage.
 
 None of their code is run on this machine: uv is asked for a version without its dependencies, the archive is read for
 its pyproject.toml, and what its build needs is unpacked from wheels.
@@ -43,7 +43,7 @@ _MAX_UNPACKED = 16 << 30  # bytes of the files in it
 _MAX_TEXT = 1 << 20  # bytes of its pyproject.toml
 _MAX_MEMBERS = 200_000
 _LEGACY = ("setuptools>=40.8.0", "wheel")  # PEP 518: what a source without [build-system] is built with
-# What the library raises of a damaged archive; RuntimeError is an encrypted zip, or one with another compression.
+# Errors of the library for a damaged archive; RuntimeError: an encrypted zip, or an unknown compression.
 _UNREADABLE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
     *(OSError, EOFError, ValueError, RuntimeError),
@@ -238,7 +238,7 @@ def lock_build(requires: Sequence[str], checked: RequirementsFile, below: str, s
     )
     try:
         text = compile_lock(needed, stack, below=below, absent=[], old=below)
-    except ProcessError:  # another setuptools than the layers have: the build gets its own
+    except ProcessError:  # another setuptools than the layers': the build gets its own
         alone = replace(needed, installed=())
         text, below = compile_lock(alone, stack, below="", absent=[], old=""), ""
     known = {canonicalize_name(name) for name, _, _ in read_pins(below)}
@@ -287,7 +287,7 @@ def mount_source(source: Source, stack: Stack, mount: Path, cache: Path, folder:
         archive = choose_archive(nothing, source.name, stack, f"=={source.version}")
         if archive.sha256 != source.sha256:
             raise FetchError(
-                f"{source.name} {source.version}: the index has another source, {archive.sha256[:12]}…; locked is"
+                f"{source.name} {source.version}: the index offers another source, {archive.sha256[:12]}…; locked is"
                 f" {source.sha256[:12]}…"
             )
         file = fetch_archive(archive, cache)
@@ -301,7 +301,7 @@ def mount_source(source: Source, stack: Stack, mount: Path, cache: Path, folder:
 
 
 def _install(pins: Iterable[str], stack: Stack, target: Path) -> None:
-    """Unpack the wheels of ``pins``; nothing of them runs here."""
+    """Unpack the wheels of ``pins`` without running any of their code."""
     with tempfile.TemporaryDirectory(prefix="ekiben-build-") as folder:
         file = Path(folder, "requirements.txt")
         file.write_text("".join(f"{pin}\n" for pin in pins), encoding="utf-8")

@@ -240,7 +240,7 @@ def change_debian(recipe: Recipe, names: Sequence[str], *, removes: bool, option
     """
     path = recipe.folder / "images" / f"{recipe.file.layer}.def"
     if not path.is_file():
-        requirements_of(recipe)  # which says what is missing
+        requirements_of(recipe)  # whose error names the missing file
     recipe.sources.check(path)
     old = text = read_source(path)
     lines = list[str]()

@@ -1,4 +1,4 @@
-"""Say why requirements do not go with the layers below, or only in an old version, and what would work: each
+"""Explain why requirements conflict with the layers below, or resolve to an old version only, and suggest fixes: each
 suggestion is resolved by uv before it is printed.
 """
 
@@ -34,7 +34,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A package that a layer below pins, and what asks for another version of it."""
+    """A package that a layer below pins, and the requirement of another version."""
 
     name: str
     version: str

@@ -98,13 +98,13 @@ def lock_recipe(
 
     Args:
         check: write nothing, and fail when a change would be made.
-        keep: keep each locked version that still fits, rather than take today's.
+        keep: keep each locked version that still fits.
         arch: lock for this architecture only (default: amd64, and those that have a lock already).
         settings: how packages without a wheel get one (default: they are refused).
-        edits: what the requirements will say (default: what they say).
+        edits: the new text of the requirements (default: as they are).
 
     Raises:
-        UsageError: the recipe has no layer or no requirements of its own, or these ask for nothing new.
+        UsageError: the recipe has no layer or no requirements of its own, or all of these are in the layers below.
         DefinitionError: a definition is wrong, or the requirements do not go with the layers below.
         FetchError: no index answers.
         LockMismatchError: ``check``, and the lock is out of date.
@@ -221,7 +221,7 @@ def _lock_for(
     pins, sources = _compile(source, resolution, below, settings)
     if not pins and below.base is None:
         raise UsageError(
-            f"{source}: asks for nothing that the layer '{below.layers[-1]}' does not have already",
+            f"{source}: every package in it is already in the layer '{below.layers[-1]}'",
             hint=(
                 f"say `layer: {below.layers[-1]}` in {recipe.folder / 'recipe.yaml'}, and delete"
                 f" {recipe.folder / 'images' / recipe.file.layer}.def"
@@ -344,7 +344,7 @@ def definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
     name: str | None = recipe.file.layer
     while name is not None:
         if name not in known or name in [item.name for item in definitions]:
-            problem = "is its own parent" if name in known else "is no layer"
+            problem = "is its own parent" if name in known else "is not a layer"
             raise DefinitionError(f"{recipe.folder / 'recipe.yaml'}: '{name}' below '{recipe.file.layer}' {problem}")
         recipe.sources.check(known[name])
         definitions.append(
@@ -384,7 +384,7 @@ def _explained(source: Path, message: str, below: Below, resolution: Resolution)
             f"{source} does not go with the layers {', '.join(below.layers)}, or an index has no wheel for"
             f" it:{''.join(constraints)}\n{_shorten(message)}",
             hint=(
-                "what works, as tried: " + "; or ".join(ways)
+                "tested solutions: " + "; or ".join(ways)
                 if ways
                 else "ask for versions that go with what those layers have, or for another layer in the definition's"
                 " From: line"
@@ -403,7 +403,7 @@ def _shorten(message: str) -> str:
 
 
 def _alternatives(resolution: Resolution, below: Below) -> Iterator[Alternative]:
-    """Yield other layers that the recipe's could stand on: its stack's lower ones, then the same ones of others."""
+    """Yield other layers as a base of the recipe's: lower ones of its stack, then the same ones of other stacks."""
     recipe, stack = resolution.recipe, resolution.stack
     definition = f"{recipe.folder / 'images' / recipe.file.layer}.def"
     for end in range(len(below.layers) - 1, 0, -1):

@@ -158,7 +158,7 @@ def _ask(reference: str, platforms: Iterable[str], asked_by: Definition) -> dict
     if ask := getattr(agent_of(reference, asked_by), "locked_digests", None):
         digests: dict[str, str] = ask(reference, platforms)
         if not digests:
-            raise FetchError(f"{asked_by.path}: {reference} is no program for {', '.join(platforms)}")
+            raise FetchError(f"{asked_by.path}: {reference} is not a program for {', '.join(platforms)}")
         return digests
     available = Registry(Reference.parse(reference)).platform_digests()
     digests = {platform: digest for platform in platforms if (digest := available.get(platform, available.get("", "")))}

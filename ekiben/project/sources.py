@@ -1,4 +1,4 @@
-"""Packages without a wheel, in the lock of a recipe's packages: which they are, and how each gets its wheel.
+"""Packages without a wheel, in the lock of a recipe's packages: find them, and build a wheel of each.
 
 The resolution only ever sees wheels: of a package that has none its newest source is built, in a build stage on the
 layers below, and uv resolves again with the metadata of what came out. LAYER.sources.json keeps that metadata, so that
@@ -214,7 +214,7 @@ def _locked_build(name: str, requires: Sequence[str], resolution: Resolution) ->
 
 
 def _built(source: Source, resolution: Resolution, settings: SourceSettings) -> Source:
-    """Return the source with its wheel: as it was locked, where nothing changed."""
+    """Return the source with its wheel: the locked one, where nothing changed."""
     same = [item for item in resolution.known if item.inputs == source.inputs]
     if same:
         return replace(
@@ -280,7 +280,7 @@ def source_builder(store: Store, options: Options, progress: Progress) -> BuildS
 
 
 def read_built(source: Source, result: StoredResult, store: Store) -> Source:
-    """Return the source with what its wheel says of itself. Raises LayerError when it is no wheel of that package."""
+    """Return the source with its wheel's metadata. Raises LayerError when it is not a wheel of that package."""
     wheels = [file for file in result.files if file.path.endswith(".whl")]
     if len(wheels) != 1:
         raise LayerError(f"{source.name}: its build made {len(wheels)} wheels, and one is expected")

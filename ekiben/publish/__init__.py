@@ -3,7 +3,7 @@
 publish   Write an image into it.
 prune     List what is in it, and remove what nobody uses.
 file      The same with a SIF file as it is.
-repair    Write its missing records anew.
+repair    Write its missing records again.
 record    The record of a version.
 catalog   Write pages about it.
 """

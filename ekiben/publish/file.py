@@ -65,7 +65,7 @@ def publish_file(sif: Path, store: Store, shared_dir: Path, progress: Progress, 
                 staged = staging / "image.sif"
                 sha256 = _copy(source, staged, shared, progress)
                 copy = _Copy(staged, _image_of(staged, sif, store, progress), sha256)
-                with shared.building(_keys(copy, shared)):  # before the first look: prune leaves these alone
+                with shared.building(_keys(copy, shared)):  # before the search: prune keeps these
                     if (published := _publish(copy, shared, store, progress, options)) is not None:
                         return published
     raise StoreError(
@@ -129,7 +129,7 @@ def _copy(source: Path, target: InnerPath, shared: SharedStore, progress: Progre
 
 
 def _find(folder: InnerPath, sha256: str, version: str | None) -> VersionRecord | None:
-    """Return the newest record of a version with this very file: read, as a record says only what it was."""
+    """Return the newest record of a version whose file has these bytes; the file itself is read."""
     records = [item for item in read_records(folder)[0] if item.sha256 == sha256 and version in (None, item.version)]
     return next((item for item in reversed(records) if has_digest(folder / item.file, sha256)), None)
 
@@ -144,9 +144,9 @@ def _put(copy: _Copy, shared: SharedStore, store: Store, progress: Progress, opt
     record = version_record(image, file, [check] if check else [], sbom)
     record = with_checksum({**record, "previous": (folder / CURRENT).link_target()})
     try:
-        parsed = parse_record(record, image.name)  # what an image says of itself may be anything
+        parsed = parse_record(record, image.name)  # an image's metadata may be anything
     except ValueError as error:
-        raise StoreError(f"the image says of itself what no record may have: it {error}") from error
+        raise StoreError(f"the image's metadata do not fit a record: it {error}") from error
     put_sif(shared, staged, folder / f"{stem}.sif", sha256)
     write(shared, folder / f"{stem}.sif.sha256", sha256_line(sha256, f"{stem}.sif"))
     if sbom is not None:

@@ -36,7 +36,7 @@ Version: TypeAlias = VersionRecord | UnrecordedVersion
 
 @dataclass(frozen=True, slots=True)
 class PruneDecision:
-    """Whether one version stays, and why. ``size`` in bytes."""
+    """The decision to keep or remove one version, with its reason. ``size`` in bytes."""
 
     file: str
     size: int
@@ -67,8 +67,8 @@ def prune(
     """Remove versions that nobody used for ``unused_for`` days, and with them layers that no other version has.
 
     What is pinned or tagged stays. A version whose record is missing is treated like the others. ``names`` are files,
-    or images whose every other version goes at once. What goes is moved to trash/ and removed ``grace`` days later:
-    until then, a job that began with it goes on.
+    or images whose other versions are all removed. A removed version is moved to trash/ and deleted ``grace`` days
+    later: until then, a job that started with it continues.
     Returns the decisions, and the bytes moved aside and removed for good. Raises StoreError, UsageError.
     """
     shared = open_shared(shared_dir)
@@ -76,7 +76,7 @@ def prune(
     _refuse_unknown(names, known)
     decisions = []
     for record in (record for versions in known.values() for record in versions):
-        with contextlib.suppress(FileNotFoundError):  # another prune is at work
+        with contextlib.suppress(FileNotFoundError):  # another prune is running
             decisions.append(_decide(shared, record, names, unused_for))
     going = [decision.file.removesuffix(".sif") for decision in decisions if not decision.keep]
     with shared.translated_errors():
@@ -137,7 +137,7 @@ def _is_kept_by_now(shared: SharedStore, record: Version, names: Sequence[str], 
     """Return whether a version is kept now: a publisher may have announced it after the first look."""
     try:
         return _decide(shared, record, names, unused_for).keep
-    except FileNotFoundError:  # another prune was here
+    except FileNotFoundError:  # another prune removed it
         return False
 
 
@@ -150,7 +150,7 @@ def _discard_version(shared: SharedStore, folder: InnerPath, version: Version) -
     for path in beside:
         with contextlib.suppress(FileNotFoundError):
             shared.discard(path)
-    if f"{stem}.sif" in tags(folder).values():  # a publisher links, then looks whether the file is there
+    if f"{stem}.sif" in tags(folder).values():  # a publisher creates the link, then checks that the file exists
         for path in beside[::-1]:
             shared.restore(path)
         (folder / f"{stem}{REMOVED}").remove(missing_ok=True)

@@ -75,7 +75,7 @@ An empty file NAME-….pin beside an image, or a link to it, keeps it from `ekib
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The version that is there now. ``bytes_copied``: of layers that no SIF there had; ``created`` is False when the
+    """The published version. ``bytes_copied``: of layers that no SIF there had; ``created`` is False when the
     version was there before; ``module``: the argument of `module load`."""
 
     sif: Path
@@ -210,7 +210,7 @@ def _is_intact(request: _Request, record: VersionRecord) -> bool:
             raise VerifyError(f"{sif} is damaged: its SHA-256 is not {record.sha256}")
         if record.sbom_sha256 and digest_of(sbom.read()) != f"sha256:{record.sbom_sha256}":
             raise VerifyError(f"{sbom} is damaged: its SHA-256 is not {record.sbom_sha256}")
-    except FileNotFoundError as error:  # a prune took it meanwhile
+    except FileNotFoundError as error:  # a prune removed it meanwhile
         request.progress.log(f"{error.filename} is gone; it is written again")
         return False
     except (VerifyError, StoreError, ValueError, OSError) as error:
@@ -224,7 +224,7 @@ def new_stem(folder: InnerPath, name: str, version: str | None, sha256: str) -> 
     end = sha256[:12]
     if version is None:
         start, end_of_record = f"{name}-", f"-{end}.json"
-        names = [path.name.replace(".sif", ".json") for path in folder.entries()]  # its record may be gone
+        names = [path.name.replace(".sif", ".json") for path in folder.entries()]  # its record may have been removed
         records = [file for file in names if file.startswith(start) and file.endswith(end_of_record)]
         versions = (file.removeprefix(start).removesuffix(end_of_record) for file in records)
         version = next((item for item in versions if VERSION.fullmatch(item)), None)
@@ -243,7 +243,7 @@ def _put_layers(shared: SharedStore, sif: InnerPath, image: Image) -> bool:
 
 
 def _put(request: _Request) -> int:
-    """Write whole files only: everything lies in staging/ until it is tested, and takes its name then.
+    """Write whole files only: files stay in staging/ until they are tested, and are renamed then.
 
     Returns the bytes of layers that were copied from the store.
     """
@@ -283,7 +283,7 @@ def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
 
     None where a package database is broken.
     """
-    from ekiben.inspect.sbom import sbom_of_image  # late: for one who publishes what is there already, it is not made
+    from ekiben.inspect.sbom import sbom_of_image  # imported here: not needed for an image that is published already
 
     try:
         with progress.step("SBOM"):
@@ -322,7 +322,7 @@ def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -
                 cause and cause.errno not in (errno.ENOENT, errno.ESTALE)
             ):
                 raise cause or error from None
-            if not cause:  # it was not a prune that took it since it was found
+            if not cause:  # not removed by a prune in the meantime
                 progress.log(f"{error}; every layer is taken from {store.root}")
     return (keep_sif(store, header.id, file_digest, signed) if file_digest else str(known)), bytes_copied
 
@@ -403,6 +403,6 @@ def write(shared: SharedStore, path: InnerPath, data: bytes, mode: int = 0o444) 
 
 
 def link(path: InnerPath, target: str) -> None:
-    """Let ``path`` lead to ``target``; to what it did before until then, whoever looks."""
+    """Point ``path`` to ``target``, atomically."""
     if path.link_target() != target:
         path.link(target)

@@ -1,4 +1,4 @@
-"""The record of a published version, as it is written: ekiben/images/published.py says what is in it, and reads it."""
+"""Write the record of a published version; ekiben/images/published.py defines and reads it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def version_record(image: Image, file: PublishedFile, checks: Sequence[Check], s
 
 def sbom_of_file(sif: AnyPath, store: Store, progress: Progress) -> str | None:
     """Return the SBOM, None where a package database is broken."""
-    from ekiben.inspect.sbom import write_sbom  # late: its library is slow to import
+    from ekiben.inspect.sbom import write_sbom  # imported here: its library is slow to import
 
     try:
         with open_sif(sif) as reader:
@@ -91,7 +91,7 @@ def sbom_of_file(sif: AnyPath, store: Store, progress: Progress) -> str | None:
 
 
 def signer_of(sif: AnyPath) -> Key | None:
-    """Return who signed the file, as far as the user's keyring tells; None where it does not."""
+    """Return who signed the file, by the user's keyring; None where it has no such key."""
     try:
         with open_regular(sif) as stream:
             return check_sif(Path(f"/proc/self/fd/{stream.fileno()}"), Keys())[0]

@@ -1,4 +1,4 @@
-"""Write records anew that are missing in a shared folder, each from its image.
+"""Write records again that are missing in a shared folder, each from its image.
 
 Whoever may write to the folder can remove a record, and with it hide a version. The SIF says what it is: it is read
 whole, and its name has the first digits of its checksum. Whoever repairs is the owner of the new record; the publisher
@@ -66,19 +66,19 @@ def repair(shared_dir: Path, store: Store, progress: Progress) -> list[RepairedV
 def _repair(
     shared: SharedStore, folder: InnerPath, version: UnrecordedVersion, store: Store, progress: Progress
 ) -> bool:
-    """Return False where the version has its record meanwhile."""
+    """Return False where the version has got a record meanwhile."""
     sif = folder / version.file
     if version.is_newer:
         raise StoreError(version.reason)
     if (folder / f"{version.stem}{REMOVED}").lexists():
         raise StoreError(f"its removal was interrupted; to keep it, remove {version.stem}{REMOVED}")
     if is_being_published(shared, version, sif.status()):
-        raise StoreError("somebody publishes in this folder, and it may be theirs: repair it when they are done")
-    with sif.open_file() as stream:  # once: its name may be another file's by the next look
+        raise StoreError("another process publishes in this folder, and may be writing it: repair it afterwards")
+    with sif.open_file() as stream:  # opened once: its name may change to another file
         status = os.fstat(stream.fileno())
         record, sbom = _read(Path(f"/proc/self/fd/{stream.fileno()}"), version, status, store, progress)
-    parse_record(record, folder.name)  # what an image says of itself may be anything
-    with contextlib.suppress(ValueError):  # that took minutes
+    parse_record(record, folder.name)  # an image's metadata may be anything
+    with contextlib.suppress(ValueError):  # reading it took minutes
         read_record(folder / f"{version.stem}.json")
         return False
     if not _is_same(sif, status) or (folder / f"{version.stem}{REMOVED}").lexists():
@@ -107,7 +107,7 @@ def _read(
     with progress.step(f"read {version.file}", total=status.st_size):
         sha256 = digest_of(sif).removeprefix("sha256:")
     if not version.stem.endswith(f"-{sha256[:12]}"):
-        raise StoreError(f"{version.file} is damaged: its SHA-256 is {sha256}, and its name has another one")
+        raise StoreError(f"{version.file} is damaged: its SHA-256 is {sha256}, and that in its name differs")
     try:
         sif_image = image_of_sif(sif, store, progress, version.name)
         sbom = sbom_of_file(sif, store, progress)

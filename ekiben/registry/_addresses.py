@@ -14,7 +14,7 @@ def origin(url: str) -> Origin:
     """Return scheme, host and port, as the library that connects reads them: two parsers would differ over ``\\`` and
     ``@``.
 
-    Raises ValueError for what is no URL of http or https, and for one that has a user.
+    Raises ValueError for what is not a URL of http or https, and for one that has a user.
     """
     from urllib3.exceptions import LocationParseError
     from urllib3.util import parse_url
@@ -22,10 +22,10 @@ def origin(url: str) -> Origin:
     try:
         parts = parse_url(url)
     except LocationParseError as error:
-        raise ValueError("is no URL") from error
+        raise ValueError("is not a URL") from error
     scheme, host = parts.scheme or "", (parts.host or "").lower()
     if scheme not in _PORTS or not host:
-        raise ValueError("is no URL of http or https")
+        raise ValueError("is not a URL of http or https")
     if parts.auth is not None:
         raise ValueError("has a user in it")
     return scheme, host, parts.port or _PORTS[scheme]

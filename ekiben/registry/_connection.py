@@ -32,7 +32,7 @@ class Guard:
 
 
 class _Measured:
-    """Sockets of both kinds that count each read and write."""
+    """Plain and TLS sockets that count each read and write."""
 
     pace: Pace | None = None
 
@@ -54,7 +54,7 @@ class _Measured:
 
 class _PlainSocket(_Measured, socket.socket):
     def sendall(self, data: Any, *flags: int) -> None:
-        """Send in pieces: the timeout of socket.sendall is that of all of the data, whatever its size."""
+        """Send in pieces: socket.sendall has one timeout for all of the data."""
         with memoryview(data).cast("B") as view:
             sent = 0
             while sent < len(view):
@@ -76,7 +76,7 @@ class _GuardedConnection(HTTPConnection):
         measured = _PlainSocket(plain.family, plain.type, plain.proto, fileno=plain.detach())
         measured.settimeout(timeout)
         try:
-            if self.proxy is None:  # which connects by itself, and to where is not known
+            if self.proxy is None:  # the proxy connects; the final address is unknown
                 self.guard.on_address(address)
         except BaseException:
             measured.close()

@@ -10,8 +10,8 @@ from ekiben.core.files import format_size
 # months.
 MINIMUM_BYTES = 30_000
 WINDOW = 30.0  # seconds
-LONGEST_WAIT = 10.0  # seconds that one wait counts at most: a network that was away for a minute is not slow afterwards
-MAX_HEADERS = 1 << 20  # bytes, with all the interim answers (100 Continue) before them
+LONGEST_WAIT = 10.0  # maximum seconds counted of one wait: an interruption of a minute does not make a connection slow
+MAX_HEADERS = 1 << 20  # bytes, including interim responses (100 Continue)
 
 
 class Pace:
@@ -22,7 +22,7 @@ class Pace:
         self.begin()
 
     def begin(self, *, headers: bool = False) -> None:
-        """Begin a request or a body; or ``headers``, for which a server may take time before the first byte."""
+        """Start a request or a body; or ``headers``, for whose first byte a server may need time."""
         self._headers, self._is_first = headers, headers
         self._total = 0
         self._start_window()

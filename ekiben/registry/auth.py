@@ -96,7 +96,7 @@ def _config_credentials(data: dict[str, Any], host: str, repository: str, source
 
 
 def _names(host: str, repository: str) -> list[str]:
-    """Under which a file may know it: with the path, longest first (podman), then as docker and apptainer write it."""
+    """The keys of a host in a file: with the path, longest first (podman), then as docker and apptainer write it."""
     components = repository.split("/") if repository else []
     inside = [f"{host}/{'/'.join(components[:count])}" for count in range(len(components), 0, -1)]
     return [

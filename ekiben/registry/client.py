@@ -2,7 +2,7 @@
 
 Every blob and manifest is checked against its digest. Interrupted transfers resume: an upload asks how far it
 came, a download asks for the rest. (docker-registry 2.8 keeps what came in whole pieces; a piece that breaks off makes
-it forget that blob, which then begins anew.) Who one is: ekiben/registry/auth.py. Whom one trusts: the system's
+it remove that blob, whose upload starts again.) Logins: ekiben/registry/auth.py. Certificates: the system's
 certificates, SSL_CERT_FILE, and the certs.d/HOST folders of docker and podman. Plain HTTP is used only for localhost
 and for references that begin with http://.
 """
@@ -38,14 +38,14 @@ MEDIA_CONFIGS = (
     "application/vnd.oci.image.config.v1+json",
     "application/vnd.docker.container.image.v1+json",
 )
-PIECE = 16 << 20  # bytes of one piece of an upload: what is lost when a connection breaks
+PIECE = 16 << 20  # bytes of one piece of an upload: repeated when a connection breaks
 _RANGE = re.compile(r"(?:bytes=)?0-([0-9]{1,19})")
 _Parsed = TypeVar("_Parsed")
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Something to send: ``read(offset)`` gives its bytes from there on, the same each time."""
+    """A blob to upload: ``read(offset)`` returns its bytes from ``offset`` on, the same each time."""
 
     digest: str
     size: int
@@ -74,7 +74,7 @@ class Registry:
             data, _ = self.fetch_manifest(items[platform].digest, items[platform].size)
         manifest = self._parse(Manifest.parse, data)
         if not manifest.layers:
-            raise FetchError(f"{self.reference}: the registry answered with something that is no image's manifest")
+            raise FetchError(f"{self.reference}: the registry answered with something that is not an image's manifest")
         return manifest
 
     def platform_digests(self) -> dict[str, str]:
@@ -96,7 +96,7 @@ class Registry:
         except ValueError as error:
             web = data.lstrip()[:1] == b"<"
             raise FetchError(
-                f"{self.reference}: the registry answered with something that is no image's manifest: it {error}:"
+                f"{self.reference}: the registry answered with something that is not an image's manifest: it {error}:"
                 f" {data[:60]!r}",
                 hint="is that the registry's address, and not a web page's?" if web else None,
             ) from error
@@ -110,9 +110,7 @@ class Registry:
         data = self.session.read_small(f"manifests/{tag_or_digest or self.reference.tag_or_digest}", size)
         actual = digest_of(data)
         if digest and actual != digest:
-            raise FetchError(
-                f"{self.reference}: the registry answered with other bytes than the digest promises: {actual}"
-            )
+            raise FetchError(f"{self.reference}: the registry's answer does not match the digest: {actual}")
         return data, actual
 
     def tag_digest(self, tag: str) -> str | None:
@@ -126,7 +124,7 @@ class Registry:
             return self.fetch_manifest(tag)[1]
         if not is_digest(digest):
             raise FetchError(
-                f"{self.reference}: the registry names the tag {tag} with something that is no digest: {digest!r:.80}"
+                f"{self.reference}: the registry answered for the tag {tag} without a digest: {digest!r:.80}"
             )
         return digest
 
@@ -136,14 +134,14 @@ class Registry:
         answer = self.session.ask(request, good=(201,))
         confirmed, digest = answer.headers.get("Docker-Content-Digest"), digest_of(data)
         if confirmed not in (None, digest):
-            raise FetchError(f"{self.reference}: the registry took the manifest {digest} for {confirmed}")
+            raise FetchError(f"{self.reference}: the registry stored the manifest {digest} as {confirmed}")
         return digest
 
     def config(self, manifest: Manifest) -> ImageConfig:
         """Return the config of an image. Raises FetchError."""
         return self._parse(ImageConfig.parse, self.small_blob(manifest.config.digest, manifest.config.size))
 
-    # -- what refers to a manifest ------------------------------------------------------------------------------
+    # -- referrers of a manifest ------------------------------------------------------------------------------
 
     def referrers(self, digest: str) -> list[Descriptor]:
         """Return descriptors of what was attached to a manifest, from the referrers API or else from an index.
@@ -234,9 +232,7 @@ class Registry:
         """
         data = self.session.read_small(f"blobs/{digest}", size)
         if digest_of(data) != digest:
-            raise FetchError(
-                f"{self.reference}: the registry answered {digest} with other bytes than the digest promises"
-            )
+            raise FetchError(f"{self.reference}: the registry's answer for {digest} does not match it")
         return data
 
     def blob(self, digest: str, out: Path, on_bytes: Callable[[int], None], size: int) -> None:
@@ -341,7 +337,7 @@ class Registry:
                 self.session.ask(Request("DELETE", location, push=True), good=(202, 204, 404, 405))
 
     def check_push(self) -> None:
-        """Begin an upload, and cancel it: whether the registry answers, and whether this login may write.
+        """Start and cancel an upload, to check that the registry answers and that this login may write.
 
         Raises FetchError.
         """
@@ -371,7 +367,7 @@ class Registry:
                 for piece in _pieces(blob.read(offset)):
                     location = self._send_piece(location, piece, sent)
                     sent, out = sent + len(piece), out + len(piece)
-                    if sent > furthest:  # a registry that forgets what it has is not asked for ever
+                    if sent > furthest:  # limit the retries with a registry that loses uploads
                         failures, furthest = 0, sent
                     on_location(location)
                     on_bytes(len(piece))

@@ -1,4 +1,4 @@
-"""Layers of a registry's image, whoever made it: downloaded, unpacked, bottom first."""
+"""Layers of any registry image: downloaded, decompressed, bottom first."""
 
 from __future__ import annotations
 

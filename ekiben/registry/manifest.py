@@ -51,7 +51,7 @@ class Manifest:
 
 
 def parse_index(data: bytes) -> list[Descriptor] | None:
-    """Return the entries of an index; None when ``data`` is no index. Raises ValueError."""
+    """Return the entries of an index; None when ``data`` is not an index. Raises ValueError."""
     fields = Fields.of(parse_json(data))
     return [Descriptor.parse(item) for item in fields.objects("manifests")] if "manifests" in fields else None
 

@@ -52,7 +52,7 @@ class Reference:
             or (tag and not _TAG.fullmatch(tag))
             or (digest and not is_digest(digest))
         ):
-            raise UsageError(f"{shown} is no reference to an image", hint="as in registry.example.org/lab/name:tag")
+            raise UsageError(f"{shown} is not a reference to an image", hint="as in registry.example.org/lab/name:tag")
         return cls(host, repository, digest, tag, scheme if scheme.startswith("http") else "")
 
     @property

@@ -44,7 +44,7 @@ MEDIA_MANIFESTS = (
 )
 TIMEOUT = (10, 120)  # seconds: to connect, between two pieces
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before each further try
-PATIENCE = 60.0  # seconds; who asks for a longer pause is not waited for
+PATIENCE = 60.0  # seconds; a longer Retry-After is an error
 MAX_MANIFEST = 4 << 20  # bytes; the spec's own limit
 MAX_ERROR = 16 << 10  # bytes of an error's text that are read
 MAX_REDIRECTS = 10
@@ -56,7 +56,7 @@ _LOCAL = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?$")
 
 
 class BrokenConnection(Exception):
-    """A connection that ended early: worth another try."""
+    """A connection that ended early, to be retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class RegistrySession:
         weakref.finalize(self, _close_all, open_sessions)
         self._contexts: dict[bool, SSLContext] = {}
         self._authorizations: dict[str, str] = {}
-        # A token is fetched while it is held, and may be this thread's first request to another host.
+        # Reentrant: fetching a token may be this thread's first request to another host.
         self._lock = threading.RLock()
         self._base: str | None = None
         self._answered = False
@@ -141,10 +141,10 @@ class RegistrySession:
             return urljoin(url, quote(location.encode("latin-1"), safe=_URL_CHARACTERS))
         except ValueError as error:
             raise FetchError(
-                f"{self.reference}: {self.reference.host} leads to {location!r:.100}, which is no URL"
+                f"{self.reference}: {self.reference.host} redirects to {location!r:.100}, which is not a URL"
             ) from error
 
-    # -- where a request goes
+    # -- addresses
 
     def _session(self, *, at_registry: bool) -> Session:
         """Return this thread's session: that of the registry, or that of other hosts."""
@@ -175,8 +175,8 @@ class RegistrySession:
             is_public = not names_private(self._registry_origin[1])
         if is_public:
             raise FetchError(
-                f"{self.reference}: {self.reference.host} is on the internet, and leads to {host}, an address of this"
-                " machine or of a private network"
+                f"{self.reference}: {self.reference.host} is on the internet, and redirects to {host}, an address of"
+                " this machine or of a private network"
             )
 
     def _refuse_slow(self, what: str) -> None:
@@ -189,7 +189,9 @@ class RegistrySession:
         try:
             return origin(url)
         except ValueError as error:
-            raise FetchError(f"{self.reference}: {self.reference.host} leads to {url!r:.100}, which {error}") from error
+            raise FetchError(
+                f"{self.reference}: {self.reference.host} redirects to {url!r:.100}, which {error}"
+            ) from error
 
     @property
     def _registry_origin(self) -> Origin:
@@ -205,13 +207,13 @@ class RegistrySession:
         return self._origin(url) == self._registry_origin
 
     def _check_url(self, url: str) -> None:
-        """Raise FetchError for a URL that a registry may not lead to."""
+        """Raise FetchError for a URL that a registry may not redirect to."""
         scheme, host, _ = self._origin(url)
         if scheme == "http" and self._registry_origin[0] == "https":
             raise FetchError(
-                f"{self.reference}: {self.reference.host} leads to {url.partition('?')[0]!r:.200}, in clear text"
+                f"{self.reference}: {self.reference.host} redirects to {url.partition('?')[0]!r:.200}, in clear text"
             )
-        if names_private(host):  # the others are looked at when they are connected to
+        if names_private(host):  # other hosts are checked when connected
             self._check_private(host)
 
     def _follow(self, request: Request) -> Response:
@@ -233,8 +235,8 @@ class RegistrySession:
             answer.close()
             if not (is_same or request.may_leave):
                 raise FetchError(
-                    f"{self.reference}: {request.url.partition('?')[0]} leads to another host, {urlsplit(url).netloc}, "
-                    "which does not get your login"
+                    f"{self.reference}: {request.url.partition('?')[0]} redirects to another host,"
+                    f" {urlsplit(url).netloc}, which does not get your login"
                 )
             request = replace(request, url=url)
         raise FetchError(f"{self.reference}: {self.reference.host} redirects more than {MAX_REDIRECTS} times")
@@ -269,7 +271,7 @@ class RegistrySession:
             if "WRONG_VERSION_NUMBER" in str(error) or "record layer failure" in str(error):
                 raise FetchError(
                     f"{self.reference}: {host} does not speak https",
-                    hint=f"if its plain http is what you want: http://{self.reference}" if at_registry else None,
+                    hint=f"to use its plain http: http://{self.reference}" if at_registry else None,
                 ) from error
             raise BrokenConnection(_reason(error)) from error
 
@@ -374,7 +376,7 @@ class RegistrySession:
             return fields.matching("token" if fields.data.get("token") else "access_token", _TOKEN, "a token")
         except ValueError as error:
             raise FetchError(
-                f"{self.reference}: {asked['realm']} gives no token: {answer.status_code} {answer.reason}"
+                f"{self.reference}: {asked['realm']} returned no token: {answer.status_code} {answer.reason}"
             ) from error
 
     def _unauthorized(self, credentials: Credentials | None = None) -> FetchError:
@@ -391,7 +393,7 @@ class RegistrySession:
         if not self._at_registry(answer.url):
             host = urlsplit(answer.url).netloc
             return FetchError(
-                f"{self.reference}: {self.reference.host} leads to {host}, which answers {code} {answer.reason}"
+                f"{self.reference}: {self.reference.host} redirects to {host}, which answers {code} {answer.reason}"
             )
         if code in _REDIRECTS:
             return FetchError(
@@ -465,7 +467,7 @@ class RegistrySession:
 
 
 class _Header:
-    """Sends ``value`` to one origin alone, and keeps requests from adding what ~/.netrc or the URL says."""
+    """Sends ``value`` to one origin only, and prevents logins from ~/.netrc or the URL."""
 
     def __init__(self, value: str | None, only: Origin) -> None:
         self._value, self._only = value, only
@@ -495,7 +497,7 @@ def _new_session(host: str, context: SSLContext, guard: Guard) -> Session:
     session.mount("https://", adapter)
     session.mount("http://", adapter)
     if _LOCAL.match(host):
-        session.trust_env = False  # no proxy leads here
+        session.trust_env = False  # no proxy reaches this machine
     return session
 
 
@@ -529,7 +531,7 @@ def _trusted(host: str, *, at_registry: bool) -> SSLContext:
                     context.load_verify_locations(cadata=text)
                 elif (
                     at_registry and certificate.is_file() and (key := certificate.with_suffix(".key")).is_file()
-                ):  # .cert and .key: who we are
+                ):  # .cert and .key: the client's certificate
                     context.load_cert_chain(certificate, key)
     return context
 

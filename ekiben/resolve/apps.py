@@ -65,7 +65,7 @@ def app_files(apps: Sequence[App]) -> Iterator[File]:
 
 
 def app_environment(apps: Iterable[App]) -> dict[str, str]:
-    """Return the variables by which every program of the image, and %post, knows the apps."""
+    """Return the variables that describe the apps to %post and to every program of the image."""
     environment: dict[str, str] = {}
     for app in apps:
         name = re.sub(r"[^a-zA-Z0-9_]", "_", app.name)  # in the paths, too: so Apptainer writes them

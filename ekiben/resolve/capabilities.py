@@ -52,7 +52,7 @@ def filter_archs(stack: Stack, gpu_arch: str, folders: Sequence[Path]) -> Stack:
     odd = [item for item in asked if not _CAPABILITY.fullmatch(item)]
     if odd:
         raise UsageError(
-            f"--gpu-arch {gpu_arch}: '{odd[0]}' is no compute capability", hint="write it as 8.0,9.0 or native"
+            f"--gpu-arch {gpu_arch}: '{odd[0]}' is not a compute capability", hint="write it as 8.0,9.0 or native"
         )
     if not stack.file.cuda:
         raise UsageError(f"--gpu-arch {gpu_arch}: the images of stack {stack.name} have no CUDA")
@@ -85,7 +85,7 @@ def supported_archs(capabilities: Iterable[str], minimum: str | None, where: Pat
     try:
         supported = [item for item in capabilities if minimum is None or release(item) >= release(minimum)]
     except InvalidVersion as error:
-        raise DefinitionError(f"{where}: {minimum} is no compute capability") from error
+        raise DefinitionError(f"{where}: {minimum} is not a compute capability") from error
     if not supported:
         raise UsageError(
             f"{where}: what it compiles needs compute capability {minimum} or later; "

@@ -52,7 +52,7 @@ def file_inputs(files: Sequence[File]) -> dict[str, Any]:
 
 
 def copy_inputs(copies: Sequence[StageCopy]) -> dict[str, Any]:
-    """Return the inputs of a key that come from build stages; nothing where there are none."""
+    """Return the inputs of a key that come from build stages; empty without build stages."""
     return {"from": [[item.stage.cache_key, item.source, item.destination] for item in copies]} if copies else {}
 
 
@@ -71,7 +71,7 @@ def _matches(definition: Definition, copy: Copy, folders: SourceFolders, where: 
         if names:
             return [definition.root / name for name in names]
         raise DefinitionError(f"{where}: nothing under {definition.root} matches")
-    folders.check(source.parent, where)  # its names are shown
+    folders.check(source.parent, where)  # its names are printed
     close = source.parent.iterdir() if source.parent.is_dir() else []
     raise DefinitionError(
         f"{where}: no such file under {definition.root}." + nearest(source.name, (path.name for path in close))
@@ -108,7 +108,7 @@ def _source_files(source: Path, copy: Copy, folders: SourceFolders, where: str, 
     is_name = not (several or copy.destination.endswith("/")) or is_implicit
     is_folder = source.is_dir()
     suffixes = {Path(target).suffix, source.suffix}
-    # One that is only renamed (a.py as b.py) is not meant to go into a folder, and its name is in no key.
+    # A renamed file (a.py as b.py) has no folder as destination, and its name is in no key.
     may_go_into = is_name and (is_folder or source.name == Path(target).name or len(suffixes) > 1 or suffixes == {""})
     common = {
         "line": copy.line,

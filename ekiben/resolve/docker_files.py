@@ -31,7 +31,7 @@ def write_compose(resolved: ResolvedRecipe, folder: Path) -> Path:
     for name, task in resolved.recipe.file.tasks.items():
         services[name] = {
             "image": _image(resolved),
-            "pull_policy": "never",  # it is this machine's: whoever owns the name at a registry must not run code here
+            "pull_policy": "never",  # never pulled: another image of this name in a registry must not run here
             "entrypoint": [START, name] if resolved.scripts else [name],
             "user": _user(),
             "volumes": [".:/work"],

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-KEY_FORMAT = 1  # a change in what the builder itself puts into layers gets a new number
+KEY_FORMAT = 1  # raised when the files that the builder adds to layers change
 
 
 def hash_inputs(inputs: Mapping[str, Any]) -> str:
@@ -23,5 +23,5 @@ def hash_inputs(inputs: Mapping[str, Any]) -> str:
 
 
 def mode_of(path: Path) -> int:
-    """Return the mode as an input of a key. Only the executable bit counts: a clone's umask is not."""
+    """Return the mode as an input of a key. Only the executable bit counts, not a clone's umask."""
     return 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644

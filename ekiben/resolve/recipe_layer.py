@@ -30,7 +30,7 @@ _RUNSCRIPT = "/opt/ekiben/runscript"  # the %runscript of a definition for anoth
 
 
 def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """Add the last, small layer: the recipe's files, a command per task, and what runtimes read (/.singularity.d)."""
+    """Add the last, small layer: the recipe's files, a command per task, and runtimes' files (/.singularity.d)."""
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
     files = shipped_files(recipe)
     python = resolved.stack.file.interpreter
@@ -60,9 +60,9 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     origins = [_origin(layer, stage) for layer in resolved.layers for stage in stages_of(layer.copies)]
     if compiled := [item for item in origins if item["package"]]:
         metadata["compiled"] = compiled
-    if resolved.deciding_arguments:  # the names alone: a value may be a URL with a password
+    if resolved.deciding_arguments:  # names only: a value may be a URL with a password
         metadata["arguments"] = list(resolved.deciding_arguments)
-    if resolved.scripts:  # what they set is in the file EVALUATED
+    if resolved.scripts:  # their values are in the file EVALUATED
         metadata["environment"] = "evaluated"
     files += _test_files(resolved)
     files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(metadata, indent=1).encode() + b"\n"))
@@ -96,14 +96,14 @@ def shipped_files(recipe: Recipe) -> list[File]:
 
 
 def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
-    """Return how a stage made a package: the image contains neither the stage nor its compilers."""
+    """Return the provenance of a package: the image contains neither the build stage nor its compilers."""
     inputs, arguments = stage.inputs, stage.stage.arguments
     pins = [pin for file in stage.files for pin in _pins(file)]
     source: dict[str, Any] = {"name": pins[0][0], "version": pins[0][1], "sha256": pins[0][2]} if len(pins) == 1 else {}
     for name, commit in arguments.items():
         if name.endswith("_commit") and commit and commit in stage.stage.post:
             repository = arguments.get(name.removesuffix("_commit") + "_repository", "")
-            # A folder of this machine, or a URL with a password in it, is nobody else's business.
+            # Do not publish a folder of this machine, or a URL with a password.
             source = {
                 "repository": repository if re.fullmatch(r"(https?|git|ssh)://[^@]+", repository) else "",
                 "commit": commit,
@@ -114,7 +114,7 @@ def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
         "cache_key": stage.cache_key,
         "source": source,
     }
-    if stage.wheel is None:  # nothing of it is compiled for a GPU
+    if stage.wheel is None:  # it has no code compiled for a GPU
         return origin
     compilers: dict[str, str] = {}
     for below in stage.layers:
@@ -185,7 +185,7 @@ if [ -z "${{EKIBEN_FAILURE_DIR-}}${{WORLD_SIZE-}}" ]; then
     fi
     case $count in
     0 | 1) ;;
-    *[!0-9]*) echo "error: EKIBEN_PROCESSES=$count is no number of processes" >&2; exit 2 ;;
+    *[!0-9]*) echo "error: EKIBEN_PROCESSES=$count is not a number of processes" >&2; exit 2 ;;
     *) exec "$python" {launcher} --processes "$count" -- "$@" ;;
     esac
 fi"""
@@ -205,7 +205,7 @@ def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
     if recipe.file.default_task:
         return f"{execute}exec {recipe.file.default_task}\n"
     if script := _last(resolved, "runscript"):
-        if not is_plain(script):  # only /bin/sh knows what a task is
+        if not is_plain(script):  # tasks are defined for /bin/sh only
             script = f'exec {_RUNSCRIPT} "$@"\n'
         tasks = "|".join(recipe.file.tasks)
         return f'case "${{1-}}" in\n{tasks}) exec "$@" ;;\nesac\n{script}' if tasks else script

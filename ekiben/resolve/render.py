@@ -58,7 +58,7 @@ chown 0:0 "$to"
 
 
 def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
-    """Write ``folder``, all of it or nothing, and return the path of the plain file in it.
+    """Write ``folder`` atomically, and return the path of the plain file in it.
 
     Raises StoreError when the folder is not empty or cannot be written, DefinitionError for what such a file cannot
     hold.
@@ -74,7 +74,7 @@ def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
 
 
 def _write_files(resolved: ResolvedRecipe, target: str, folder: Path) -> None:
-    """Write what the plain file copies and runs."""
+    """Write the files that the plain file copies and runs."""
     for step in _steps(resolved.layers):
         for inside, file in _paths_of(step, target):
             path = folder / "files" / _folder_of(step) / inside
@@ -218,7 +218,7 @@ def dockerfile(resolved: ResolvedRecipe) -> str:
 
 
 def _is_script(script: EnvironmentScript) -> bool:
-    """Return whether only a shell knows what it sets: of a table, and of a base's own, Docker and Apptainer do."""
+    """Return whether only a shell can evaluate it; Docker and Apptainer evaluate a table and a base's own values."""
     return bool(script.text) and not script.table
 
 
@@ -289,14 +289,14 @@ def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict
     lines += [f"ENV {key}={_quoted(value)}" for key, value in sorted(fresh.items())]
     lines += [f"ENV {key}={_quoted(value).replace(_ESCAPED, '$')}" for key, value in _table_of(step).items()]
     if _is_copied_by_script(step, "dockerfile"):
-        # The folder of this step alone: BuildKit runs a step again when anything in what it mounts has changed.
+        # The folder of this step only: BuildKit repeats a step when anything in its mounts has changed.
         folder = _folder_of(step)
         mounts = [f"--mount=type=bind,source=files/{name},target=/run/{name}" for name in (folder, _COPY)]
         lines.append(" && \\\n    ".join([f"RUN {' '.join(mounts)} umask 022", *_copy_commands(step, "/run")]))
     elif step.files:
         lines.append(f"COPY files/{_folder_of(step)}/ /")
     for item in step.copies:
-        # COPY of a folder copies what is in it; that of a file, to a name or into a folder that ends with a slash.
+        # COPY copies the content of a folder; a file is copied to a name, or into a folder that ends with a slash.
         paths = (
             json.dumps([item.source, item.destination])
             if " " in item.source + item.destination
@@ -433,7 +433,7 @@ def _shell_quoted(value: str) -> str:
 
 def _word(path: str) -> str:
     """Return a word of %files, as Apptainer and Ekiben read it: Apptainer knows only double quotes."""
-    if re.search(r"[\"'\\$`\n]", path):  # the shell reads it afterwards, and a quoted word would fail the build
+    if re.search(r"[\"'\\$`\n]", path):  # a shell reads the value later, and a quoted word would fail the build
         raise _cannot_hold(f"the name {path} in %files from a stage")
     return path if re.fullmatch(r"[\w/.,:@%+=-]+", path) else f'"{path}"'
 
@@ -452,12 +452,12 @@ def _one_line(value: str) -> str:
 
 def _cannot_hold(what: str) -> DefinitionError:
     return DefinitionError(
-        f"a plain file cannot hold {what}", hint="change it in the recipe or its layers, and render again"
+        f"a plain file does not support {what}", hint="change it in the recipe or its layers, and render again"
     )
 
 
 def _check(resolved: ResolvedRecipe) -> None:
-    """Raise DefinitionError for what neither of the plain files can hold."""
+    """Raise DefinitionError for features that no plain file supports."""
     for step in _steps(resolved.layers):
         if step.inputs.get("writes"):
             raise _cannot_hold(f"the %post of {step.name}, which adds to the image's environment or labels")

@@ -213,7 +213,7 @@ class _Images:
                     self.recipe.sources.check(folder, f"{definition.path}: {name}")
 
     def add_layer(self, definitions: Sequence[Definition], name: str) -> list[Definition]:
-        """Add a layer on top of ``definitions``, bottom first; in place of the layer with the same packages; or below
+        """Add a layer on top of ``definitions``, bottom first; or replace the layer with the same packages; or below
         the one that replaces its files.
 
         Raises DefinitionError when there is no such layer, the stack lacks it, or it leaves out one of them.
@@ -221,7 +221,7 @@ class _Images:
         asked_by = f"--layer {name}"
         added = self.definition(name, asked_by)
         if name in [item.name for item in definitions]:
-            raise DefinitionError(f"{asked_by}: '{self.recipe.file.name}' has it already; leave the option out")
+            raise DefinitionError(f"{asked_by}: '{self.recipe.file.name}' has it already; omit the option")
         self._check_has_locks(added, asked_by)
         packages = _packages_of(added)
         same = [number for number, item in enumerate(definitions) if packages & _packages_of(item)]
@@ -285,9 +285,7 @@ class _Images:
         parent: str | None = name
         while parent is not None:
             if parent in (names := [item.name for item in definitions]):
-                raise DefinitionError(
-                    f"{self.known[parent]}: From: goes round in a circle: {' → '.join([*names, parent])}"
-                )
+                raise DefinitionError(f"{self.known[parent]}: From: is circular: {' → '.join([*names, parent])}")
             definitions.append(definition := self.definition(parent, asked_by))
             parent, asked_by = definition.final.parent, str(definition.path)
         return definitions[::-1]
@@ -491,7 +489,7 @@ def _shell_input(stage: Stage) -> dict[str, str]:
 
 
 def _compiler_inputs(stack_file: StackFile, state: ImageState, runtime: ImageState) -> dict[str, Any]:
-    """Return what decides about compiled code beside its source.
+    """Return the inputs of compiled code besides its source.
 
     Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only the build
     stage has below it (the compiler), with its environment, are the build's flags.
@@ -539,7 +537,7 @@ def _packages_of(definition: Definition) -> set[str]:
 
 
 def _replaced_by(definition: Definition) -> list[str]:
-    """Return the layers whose files a layer replaces where it lies above them."""
+    """Return the layers below whose files a layer replaces."""
     return definition.final.labels.get(ABOVE_LABEL, "").split()
 
 

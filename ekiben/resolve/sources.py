@@ -21,8 +21,8 @@ from ekiben.spec.sources import Source, read_sources, sources_file
 from ekiben.spec.stack import Stack
 from ekiben.spec.sums import lock_hint
 
-WHEELS = f"/{BUILD_MOUNT}/wheels"  # where a layer's %post finds the wheels: it installs them, and does not keep them
-SOURCE = f"/{BUILD_MOUNT}/source"  # where a stage finds its source, and in build/ what its build needs
+WHEELS = f"/{BUILD_MOUNT}/wheels"  # where a layer's %post finds the wheels, which the layer does not keep
+SOURCE = f"/{BUILD_MOUNT}/source"  # where a stage finds its source; build/ has its build requirements
 _SCRIPT = "/opt/ekiben/build_source.py"
 
 

@@ -34,12 +34,12 @@ _LOST_RACE = "exit status 146"  # 128 + SIGCONT, see ekiben/formats/runtime_file
 _STARTS = 16
 _INSTANCE_NAME = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
-)  # what Apptainer allows, less what begins as an option
+)  # the characters that Apptainer allows, without a leading '-'
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a program that ended left: its exit code, and what it wrote."""
+    """The exit code and output of a program that has ended."""
 
     exit_code: int
     stdout: str
@@ -48,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a runtime reads in a SIF file."""
+    """The metadata that a runtime reads from a SIF file."""
 
     labels: Mapping[str, str]
     definition: str
@@ -58,7 +58,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A SIF that keeps running, until it is stopped.
+    """A running instance of a SIF, until it is stopped.
 
     ``stdout`` and ``stderr`` are files that its own programs write to.
     """
@@ -81,7 +81,8 @@ class Runtime:
         runtime = program or which("apptainer", "singularity")
         if runtime is None:
             raise EngineError(
-                "neither apptainer nor singularity is on PATH", hint=f"{command_name()} doctor says what can run here"
+                "neither apptainer nor singularity is on PATH",
+                hint=f"{command_name()} doctor lists the runtimes that work here",
             )
         self.program = runtime
         self._client = _client(runtime)
@@ -122,7 +123,7 @@ class Runtime:
     ) -> Result:
         """Run ``argv`` to its end, in this folder, with the environment that a job needs and ``environment`` above it.
 
-        With ``on_line`` each line of stdout and stderr is handed over as it comes, and the result has none of them.
+        ``on_line`` is called with each line of stdout and stderr; the result then has no output.
 
         Raises:
             UsageError: ``argv`` is empty, or a folder of ``binds`` is not there.
@@ -148,7 +149,7 @@ class Runtime:
         try:
             inspection = self._client.inspect(str(sif), quiet=True)
         except (ValueError, LookupError, TypeError) as error:
-            raise EngineError(f"{sif}: {self.program} says of it what spython does not understand: {error}") from error
+            raise EngineError(f"{sif}: spython cannot read {self.program}'s description of it: {error}") from error
         attributes = inspection.get("attributes") if isinstance(inspection, dict) else None
         if attributes is None:
             raise EngineError(f"{sif} cannot be inspected: {_message(inspection)}")
@@ -179,7 +180,7 @@ class Runtime:
             name,
         ]
         environment = self._environment(request)
-        for attempt in range(_STARTS):  # on a busy machine an image of another builder loses several in a row
+        for attempt in range(_STARTS):  # on a busy machine several attempts in a row may fail
             try:
                 run(line, env=environment)
             except ProcessError as error:

@@ -1,4 +1,4 @@
-"""What a container gets of this machine, whoever starts it: variables, folders, caches, GPUs.
+"""The container contract: variables, folders, caches and GPUs of this machine, for every way to start one.
 
 Of the host's environment only what a job needs gets in: its scheduler, its GPUs, NCCL, proxies, the hub's token. What
 breaks images stays outside (LD_LIBRARY_PATH, PYTHONPATH, CUDA_HOME of loaded modules). Values travel in the environment
@@ -24,7 +24,7 @@ from ekiben.core.errors import UsageError
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
 from ekiben.run.schedulers import local_folders, variables
 
-# What a job inside needs of the outside; everything else stays outside.
+# Variables of the host that a task needs; no others are passed.
 _LET_THROUGH = {
     "CUDA_CACHE_PATH",
     "CUDA_DEVICE_ORDER",
@@ -86,7 +86,7 @@ COMPILED_CODE = (
 )  # caches of code compiled at run time
 FOLDERS = ("EKIBEN_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", *COMPILED_CODE)
 CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-# What a site's modules may have set for every container, and what breaks ours.
+# Variables of a site's modules for every container, which break ours.
 LEAKS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH")
 # Apptainer (1.1) and SingularityCE (3.10) let a shell in the container evaluate values, unless this is set.
 NO_EVALUATION = {"APPTAINER_NO_EVAL": "1", "SINGULARITY_NO_EVAL": "1"}
@@ -114,7 +114,7 @@ def gives_gpus(environment: Mapping[str, str]) -> bool:
 
 
 def shell_functions() -> str:
-    """Return functions of a POSIX shell that give a container the same, for what starts one without Ekiben."""
+    """Return the same contract as functions of a POSIX shell, for modulefiles and job scripts."""
     tables = {
         "compiled_code": COMPILED_CODE,
         "gpu_device": (GPU_DEVICE,),
@@ -148,7 +148,7 @@ def _let_through() -> tuple[tuple[str, ...], list[str]]:
 
 
 def passed(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that get in. Names only: a token's value never stands on a command line."""
+    """Return the names of variables to pass. Names only: a token's value never appears on a command line."""
     prefixes, names = _let_through()
     return sorted(key for key in environment if key in names or key.startswith(prefixes))
 
@@ -157,8 +157,8 @@ def passed(environment: Mapping[str, str]) -> list[str]:
 
 
 def folders_to_bind(argv: Sequence[str], binds: Sequence[Path], environment: Mapping[str, str]) -> list[str]:
-    """Return what is bound at its own path: this folder, caches, the job's local disk, certificates, ``binds`` and what
-    the arguments name.
+    """Return the paths to bind at their own path: this folder, caches, the job's local disk, certificates, ``binds``
+    and paths in the arguments.
 
     Makes the folders of caches. Raises UsageError when one cannot be made, or a folder of ``binds`` is not there.
     """
@@ -178,7 +178,7 @@ def folders_to_bind(argv: Sequence[str], binds: Sequence[Path], environment: Map
         *(link for folder in named for link in _links_in(folder)),
     ]
     folders = outermost(str(folder) for path in paths for folder in _with_targets(path))
-    # Of a site with a CA of its own the bundle replaces the image's, wherever it lies.
+    # A site's CA bundle replaces the image's.
     bundles = {
         os.path.abspath(file) for name in CERTIFICATES if (file := environment.get(name)) and Path(file).is_file()
     }
@@ -209,7 +209,7 @@ def _named(args: Iterable[str], here: Path) -> list[Path]:
             if not value or "://" in value or not _can_be_path(value):
                 continue
             path = Path(os.path.normpath(here / value))
-            # What lies in this folder is seen anyway, but not what a link in it, or in a folder in it, points to.
+            # The current folder is bound, but not the targets of links in it or in its subfolders.
             if "/" not in value and value != ".." and not path.is_symlink() and not path.is_dir():
                 continue
             if not any(path.is_relative_to(folder) for folder in IMAGE_FOLDERS):
@@ -218,7 +218,7 @@ def _named(args: Iterable[str], here: Path) -> list[Path]:
 
 
 def _can_be_path(value: str) -> bool:
-    """Return whether a file system takes ``value``: a prompt with a slash in it is longer than names are."""
+    """Return whether ``value`` can be a path: a prompt with a slash in it may be too long."""
     encoded = os.fsencode(value)
     return len(encoded) < 4096 and all(len(name) <= 255 for name in encoded.split(b"/"))
 
@@ -267,7 +267,7 @@ def outermost(paths: Iterable[str]) -> list[str]:
 
 
 def is_private_folder(folder: Path) -> bool:
-    """Return whether nobody else can write into a folder, or put another in its place."""
+    """Return whether other users can neither write into a folder nor replace it."""
     try:
         info = folder.lstat()
     except OSError:
@@ -276,7 +276,7 @@ def is_private_folder(folder: Path) -> bool:
 
 
 def protect_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` with a new folder in place of each cache of compiled code that others can write.
+    """Return ``environment`` with a new folder instead of each cache of compiled code that others can write.
 
     Code that another user compiled would run as this one. Tasks keep theirs in `ekiben-UID` where no variable names a
     folder.
@@ -284,7 +284,7 @@ def protect_caches(environment: Mapping[str, str]) -> dict[str, str]:
     bases = [Path(base) for name in local_folders() if (base := environment.get(name))]
     defaults = [base / f"ekiben-{os.getuid()}" for base in (*bases, *map(Path, ("/tmp", "/var/tmp", "/dev/shm")))]
     unsafe_default = any(os.path.lexists(folder) and not is_private_folder(folder) for folder in defaults)
-    with contextlib.suppress(OSError):  # before a task makes it, as its umask has it
+    with contextlib.suppress(OSError):  # before a task creates it by its umask
         Path(environment.get("TMPDIR") or "/tmp", f"ekiben-{os.getuid()}").mkdir(mode=0o700)
     changed, fresh = dict(environment), None
     for name in COMPILED_CODE:
@@ -294,7 +294,7 @@ def protect_caches(environment: Mapping[str, str]) -> dict[str, str]:
             changed[name] = str(fresh / name)
             log_decision(name, changed[name], f"others can write to {folder or 'the default folder'}")
             (fresh / name).mkdir()
-        for set_inside in (f"APPTAINERENV_{name}", f"SINGULARITYENV_{name}"):  # which the runtime would take
+        for set_inside in (f"APPTAINERENV_{name}", f"SINGULARITYENV_{name}"):  # which the runtime would use
             value = environment.get(set_inside)
             if value and os.path.lexists(value) and not is_private_folder(Path(value)):
                 log_decision(set_inside, "not passed on", f"others can write to {value}")

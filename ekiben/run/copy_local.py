@@ -32,7 +32,7 @@ def local_folder(environment: Mapping[str, str]) -> Path:
     except OSError as error:
         raise StoreError(f"{folder} cannot be made: {error.strerror}", hint=hint) from error
     if not is_private_folder(folder):
-        raise StoreError(f"{folder} is not a folder of {getpass.getuser()} alone", hint=hint)
+        raise StoreError(f"{folder} can be written by others than {getpass.getuser()}", hint=hint)
     folder.chmod(0o700)
     return folder
 
@@ -43,7 +43,7 @@ def copy_local(image: NamedImage, environment: Mapping[str, str], log: Callable[
 
     Raises StoreError when there is no folder of this user's own, no space, or the copy differs.
     """
-    # flock is dependable here: the folder is local.
+    # flock works: the folder is local.
     folder, sif, status = local_folder(environment), image.sif, image.sif.stat()
     if status.st_dev == folder.stat().st_dev:
         log_decision("copy of the SIF", "none", f"{sif} is on the disk of {folder}")
@@ -66,7 +66,7 @@ def copy_local(image: NamedImage, environment: Mapping[str, str], log: Callable[
 
 
 def _is_as_copied(copy: Path, state: Path) -> bool:
-    """Return whether a copy is there, and nobody wrote it since."""
+    """Return whether a copy exists and was not written since."""
     try:
         return not copy.is_symlink() and read_regular(state).decode().strip() == sif_state(copy).stat
     except (OSError, ValueError):
@@ -74,7 +74,7 @@ def _is_as_copied(copy: Path, state: Path) -> bool:
 
 
 def _copy_checked(source: Path, target: Path, sha256: str, log: Callable[[str], None]) -> None:
-    """Copy under the lock; what a killed job left is removed first. ``sha256``: expected, "" where nobody knows it."""
+    """Copy under the lock; a killed job's part is removed first. ``sha256``: expected, "" if unknown."""
     for left in target.parent.glob(f".{target.name}.*.part"):
         left.unlink(missing_ok=True)
     size, free = source.stat().st_size, shutil.disk_usage(target.parent).free
@@ -93,7 +93,7 @@ def _copy_checked(source: Path, target: Path, sha256: str, log: Callable[[str], 
                 copy.write(chunk)
         if Path(temporary).stat().st_size != size or (sha256 and read.hexdigest() != sha256):
             raise StoreError(
-                f"{source} changed while it was copied, or is not what its record says",
+                f"{source} changed while it was copied, or does not match its record",
                 hint="run it without --copy-local, or with an image that is whole",
             )
         os.chmod(temporary, 0o500)
@@ -105,7 +105,7 @@ def _copy_checked(source: Path, target: Path, sha256: str, log: Callable[[str], 
 
 
 def copy_name(sif: Path, sha256: str = "") -> str:
-    """Return what a copy of this very file is called, for jobs and `run` alike. Raises OSError.
+    """Return the name of a copy of this very file, the same for jobs and `run`. Raises OSError.
 
     ``sha256``: with what a copy has to be compared; one that was made without it has another name.
     """

@@ -1,4 +1,4 @@
-"""An image that may be run, as a command line named it (ekiben/images finds it), and what its SIF says of itself."""
+"""An image that may be run, as a command line named it (ekiben/images finds it), and its SIF's metadata."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ class NamedImage:
 
     @property
     def build_hint(self) -> str | None:
-        """Return the command that builds it, None where nothing here does."""
+        """Return the command that builds it, None without a recipe."""
         return f"{command_name()} build {self.build_args}" if self.build_args else None
 
     @property
     def broken_hint(self) -> str:
-        """Return what to do about a file that no runtime is expected to start."""
+        """Return a hint for a file that no runtime can start."""
         if self.build_hint:
-            return f"{self.build_hint} writes it anew"
+            return f"{self.build_hint} writes it again"
         return f"{command_name()} run --force starts it all the same"
 
     def refuse_option(self, option: str) -> UsageError:
@@ -134,7 +134,7 @@ def is_published_file(sif: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SifState:
-    """What tells whether a SIF is still the same file, without reading it all.
+    """Attributes that show whether a SIF was changed, without reading all of it.
 
     ``stat``: size, mtime, ctime and inode, as `stat --format '%s %.9Y %.9Z %i'` prints them; ``header``: SHA-256 of its
     first 32 KiB; ``sha256``: of all of it, "" where nobody knows it: a file whose other values differ is then another.
@@ -168,14 +168,14 @@ def state_of(stream: BinaryIO, sha256: str = "") -> SifState:
 
 
 def shipped_recipe(sif: AnyPath) -> ShippedRecipe | None:
-    """Return the recipe in an image, None for one of another builder. Raises ValueError when recipe.yaml is broken."""
+    """Return the recipe in an image, None for one not built by Ekiben. Raises ValueError when recipe.yaml is broken."""
     text = read_in_sif(sif, f"{RECIPE_FOLDER}/recipe.yaml")
     return None if text is None else ShippedRecipe.parse(text)
 
 
 def read_in_sif(sif: AnyPath, path: str) -> bytes | None:
     """Return a file of an image; None when it has none, it is larger than 16 MiB, or only runtimes read the image."""
-    from ekiben.formats.squashfs import SquashfsReader  # late: its compressors
+    from ekiben.formats.squashfs import SquashfsReader  # imported here: its compressors
 
     try:
         layers = read_sif(sif).layers

@@ -40,9 +40,10 @@ Engines = Mapping[str, Callable[[], Engine]]  # by the name of the program, load
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What runs an image: ``program`` is Apptainer, SingularityCE or an engine; ``image`` a SIF's path, or the id of an
-    image that the engine keeps: never a name, which an engine would ask a registry for. ``signature``: what the SIF
-    needs.
+    """The runtime and the image.
+
+    ``program`` is Apptainer, SingularityCE or an engine; ``image`` a SIF's path, or the id of an image that the engine
+    stores: never a name, which an engine would pull from a registry. ``signature``: the policy for the SIF.
     """
 
     program: str
@@ -58,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to execute: ``argv`` with ``environment``.
+    """The command to execute: ``argv`` with ``environment``.
 
     ``kept_out``: variables set for containers that are not passed.
     """
@@ -70,11 +71,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What to run.
+    """A request to run a task.
 
     ``argv``: the task and its arguments, or any program with ``executes``, which the runscript does not see; ``binds``:
     further folders; ``mounts``: path inside → file or folder that is shown there read-only; ``terminal``: attach one;
-    ``publish``: ADDRESS:PORT of this machine that leads to the same port inside, where Docker gives the container a
+    ``publish``: ADDRESS:PORT of this machine, forwarded to the same port inside, where Docker gives the container a
     network of its own.
     """
 
@@ -88,7 +89,7 @@ class RunRequest:
 
 
 def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> Target:
-    """Return what runs the image here: Apptainer or SingularityCE with its SIF, else Docker with an image of its own.
+    """Return the runtime for the image here: Apptainer or SingularityCE with its SIF, else Docker with its own image.
 
     ``asked``: "auto", or the program. Raises UsageError when there is no such program, EngineError when nothing here
     runs it, VerifyError when it lacks the signature that it needs.
@@ -121,7 +122,7 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
 
 
 def _sif_target(image: NamedImage, program: str) -> Target:
-    """Return what runs the image's SIF. Raises VerifyError."""
+    """Return the runtime for the image's SIF. Raises VerifyError."""
     if image.signature:  # before anything is started or looked for in the image
         image.signature.check(image.sif)
     return Target(program, str(image.sif), signature=image.signature)
@@ -192,7 +193,7 @@ def launch(target: Target, request: RunRequest, environment: Mapping[str, str]) 
 
 
 def _sif(target: Target, request: RunRequest, environment: Mapping[str, str], folders: Sequence[str]) -> Launch:
-    """Apptainer reads APPTAINERENV_*, SingularityCE SINGULARITYENV_*; whoever is called singularity may be either."""
+    """Apptainer reads APPTAINERENV_*, SingularityCE SINGULARITYENV_*; a program named singularity may be either."""
     prefixes = ["APPTAINERENV_"] if Path(target.program).name == "apptainer" else ["APPTAINERENV_", "SINGULARITYENV_"]
     leaks = {f"{prefix}{name}" for prefix in ("APPTAINERENV_", "SINGULARITYENV_") for name in LEAKS}
     kept = {name: value for name, value in environment.items() if name not in leaks}
@@ -215,7 +216,7 @@ def _sif(target: Target, request: RunRequest, environment: Mapping[str, str], fo
 
 
 def _docker_argv(request: RunRequest, environment: Mapping[str, str]) -> list[str]:
-    limits = ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]  # what NCCL pins, and its threads
+    limits = ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]  # for NCCL's pinned memory, and its threads
     gpus = [*container_gpus.docker_args(), *limits]
     port = ["--publish", f"{request.publish}:{request.publish.rpartition(':')[2]}"] if request.publish else []
     return [
@@ -240,10 +241,10 @@ def _container(
     models = expand_home(Path("~/.cache/huggingface"), "the cache of models")
     if (
         not {"HF_HOME", "EKIBEN_CACHE"} & environment.keys() and models.is_dir()
-    ):  # what was downloaded before is used again
+    ):  # the runtime's own cache of downloads is used
         settings["HF_HOME"], names, folders = str(models), [*names, "HF_HOME"], outermost([*folders, str(models)])
     more = ["--device", "/dev/infiniband"] if request.gpu and Path("/dev/infiniband").exists() else []
-    if not request.gpu:  # where NVIDIA's runtime is the default, the image's own `all` counts
+    if not request.gpu:  # where NVIDIA's runtime is the default, the image's value `all` would apply
         more += ["--env", "NVIDIA_VISIBLE_DEVICES=void"]
     argv = [
         *argv,

@@ -1,4 +1,4 @@
-"""A recipe's scripts as they are on this machine, in place of those in its image: an edit needs no build."""
+"""A recipe's scripts as they are on this machine, instead of those in its image: an edit needs no build."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ekiben.core.paths import RECIPE_HOME
 from ekiben.core.process import run, which
 from ekiben.spec.recipe import Recipe
 
-VARIABLE = "EKIBEN_LIVE"  # tells a task that its scripts are not the image's, for its record
+VARIABLE = "EKIBEN_LIVE"  # for the task's record: its scripts are not the image's
 _PATIENCE = 30.0  # seconds
 _MAX_INDEX = 1 << 30  # bytes of git's index
 
 
 @dataclass(frozen=True, slots=True)
 class LiveFiles:
-    """What replaces files of an image.
+    """Files of a recipe, and the paths in the image that they replace.
 
     ``mounts``: path inside → path here; ``origin``: where they come from, to be recorded.
     """
@@ -31,7 +31,7 @@ class LiveFiles:
 
 
 def live_files(recipe: Recipe) -> LiveFiles:
-    """Return the mounts that show a recipe's files of today at the paths where its image has them.
+    """Return the mounts of a recipe's current files at their paths in the image.
 
     Raises:
         DefinitionError: recipe.yaml names a file that is not there.
@@ -42,7 +42,7 @@ def live_files(recipe: Recipe) -> LiveFiles:
 
 @dataclass(frozen=True, slots=True)
 class LiveCopy:
-    """Files to be copied for jobs, so that a later edit changes none: path below /opt/ekiben/recipe → path here.
+    """Copies of files for jobs, which later edits do not change: path below /opt/ekiben/recipe → path here.
 
     ``origin``: where they come from, to be recorded.
     """
@@ -52,7 +52,7 @@ class LiveCopy:
 
 
 def live_copy(recipe: Recipe) -> LiveCopy:
-    """Return what jobs get in place of the recipe's files in its image.
+    """Return the files that jobs get instead of the recipe's files in its image.
 
     Raises:
         DefinitionError: recipe.yaml names a file that is not there.
@@ -61,7 +61,7 @@ def live_copy(recipe: Recipe) -> LiveCopy:
 
 
 def _mounts(members: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
-    """Yield the fewest folders and files that show ``members``: a folder where all in it comes from one folder here."""
+    """Yield the fewest mounts that cover ``members``: a folder, where all of it comes from one folder here."""
     if "" in members:  # a file
         yield "", members[""]
         return
@@ -78,7 +78,7 @@ def _mounts(members: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _root(path: Path, inside: PurePosixPath) -> Path | None:
-    """Return the folder that has ``path`` at ``inside``; None where its names differ."""
+    """Return the folder that has ``path`` at ``inside``; None where the names differ."""
     count = len(inside.parts)
     return Path(*path.parts[:-count]) if path.parts[-count:] == inside.parts else None
 
@@ -90,7 +90,7 @@ def _origin(folder: Path) -> str:
 
 
 def _commit_of(folder: Path) -> str:
-    """Return the commit that is checked out, "" where git does not say.
+    """Return the commit that is checked out, "" if git does not know it.
 
     A folder that came as an archive has its own .git/config, and git runs what that names when it compares files:
     fsmonitor, filters. So they are compared in a repository of ours, which has the objects and the index of that one
@@ -114,9 +114,7 @@ def _commit_of(folder: Path) -> str:
             index = Path(git_dir) / "index"
             changed = index.stat().st_mtime_ns
             (ours / "index").write_bytes(read_regular(index, max_size=_MAX_INDEX))
-            os.utime(
-                ours / "index", ns=(changed, changed)
-            )  # git reads again what was written no earlier than its index
+            os.utime(ours / "index", ns=(changed, changed))  # git re-reads files that are not older than its index
         except (OSError, ValueError):
             return ""
         environment = {
@@ -132,5 +130,5 @@ def _commit_of(folder: Path) -> str:
 
 
 def _git(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    # A pipe in the place of a file of .git would have git wait for ever.
+    # A pipe instead of a file of .git would have git wait for ever.
     return run(["git", *arguments], check=False, env={**os.environ, **(environment or {})}, timeout=_PATIENCE)

@@ -6,7 +6,7 @@ behind them.
     module load ekiben/<name>/<version>             the newest of that version
     module load ekiben/<name>/<version>-<digest12>  this one for good
 
-Both programs read one Tcl modulefile. It finds the image by its own place, so DIR may be seen under other paths
+Both programs read one Tcl modulefile. It finds the image relative to itself, so DIR may have other paths
 elsewhere, and its version is a link to a file that lies beside the SIF and goes with it. Which version is the default
 is not written anywhere a second time: .modulerc looks at the image's links when it is read.
 
@@ -39,11 +39,11 @@ def module_name(image: str, stem: str) -> str:
 
 
 def check_shared_dir(shared_dir: Path) -> None:
-    """Raise UsageError for a path that cannot be in a MODULEPATH: Lmod hands it to a shell unquoted."""
+    """Raise UsageError for a path that cannot be in a MODULEPATH: Lmod passes it to a shell unquoted."""
     if match := re.search(r"[^\w@%+=,./-]", str(shared_dir)):
         raise UsageError(
             f"--modulefile: '{match[0]}' in {shared_dir}: Lmod cannot read modulefiles there",
-            hint="publish to a folder whose path has only letters, digits and '-', '_', '.', '+'",
+            hint="publish to a folder whose path contains only letters, digits and '-', '_', '.', '+'",
         )
 
 
@@ -248,7 +248,7 @@ prepend-path PATH $images/{stem}.bin
 def rc_file(image: str) -> str:
     """Return the .modulerc: the image's links, as versions.
 
-    An error here would end every `module` command of whoever uses the place.
+    An error here would break every `module` command of the folder's users.
     """
     return f"""#%Module1.0
 # Lmod says where this file is by [info script] alone.
@@ -290,4 +290,4 @@ def _quote(text: str) -> str:
 
 
 def _escaped(letter: str) -> str:
-    return f"\\u{ord(letter):04x}" if ord(letter) <= 0xFFFF else "?"  # Tcl 8.6 knows no more
+    return f"\\u{ord(letter):04x}" if ord(letter) <= 0xFFFF else "?"  # Tcl 8.6 has no wider escape

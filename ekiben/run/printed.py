@@ -1,4 +1,4 @@
-"""The lines that are printed to run an image: what a task writes stays in the caller's folder, and is the caller's."""
+"""The lines that are printed to run an image: a task's output stays in the caller's folder, owned by the caller."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from ekiben.core.process import which
 from ekiben.run.launch import OF_SIF
 
-_NEVER_PULL = "--pull=never"  # whoever owns the name at a registry must not run code here
+_NEVER_PULL = "--pull=never"  # another image of this name in a registry must not run here
 _HERE = '-v "$PWD:$PWD" -w "$PWD"'
 _OWNER = '--user "$(id -u):$(id -g)"'
 
 
 def sif_lines(path: str | Path, task: str) -> list[str]:
-    """Return the line that runs a task in a SIF under the runtime that is here; where there is none, of both."""
+    """Return the line that runs a task in a SIF with the runtime of this machine; without one, a line for each."""
     runtime = which(*OF_SIF)
     programs = [Path(runtime).name] if runtime else OF_SIF[::-1]
     return [f"{program} exec --nv {shlex.quote(str(path))} {task}".rstrip() for program in programs]

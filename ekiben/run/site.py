@@ -1,4 +1,4 @@
-"""A site: what the compute nodes of a cluster are, written down once, for asking from a login node that has no GPU.
+"""Site profiles: a description of a cluster's compute nodes, used on a login node without a GPU.
 
 A profile is a YAML file: one of sites/, one of the user's own in ~/.config/ekiben/sites/, or a path. What a profile
 does not say is unknown (None), never assumed.
@@ -41,7 +41,7 @@ def version_of(text: str) -> tuple[int, ...]:
     """
     match = _VERSION.match(text.strip().removeprefix("v"))
     if not match:
-        raise ValueError(f"'{text}' is no version")
+        raise ValueError(f"'{text}' is not a version")
     return tuple(int(number) for number in match[0].split("."))
 
 
@@ -102,7 +102,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """What runs containers there. ``module`` is loaded first (`module load`); ``setuid``: installed so; ``gpus``:
+    """A container runtime of the site. ``module`` is loaded first (`module load`); ``setuid``: installed so; ``gpus``:
     whether Docker has NVIDIA's container toolkit, or a CDI file."""
 
     kind: str

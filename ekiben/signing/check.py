@@ -1,4 +1,4 @@
-"""Check the signature of what a name on the command line means: a SIF file, or an image in a registry."""
+"""Check the signature of an image named on the command line: a SIF file, or an image in a registry."""
 
 from __future__ import annotations
 

@@ -72,9 +72,7 @@ def find_key(name: str = "", option: str = "--sign") -> Key:
         log_decision("signing key", usable[0], reason)
         return usable[0]
     if usable:
-        raise UsageError(
-            f"{option}: {len(usable)} keys can be meant:{_lines(usable)}", hint="name one by its fingerprint"
-        )
+        raise UsageError(f"{option}: {len(usable)} keys match:{_lines(usable)}", hint="name one by its fingerprint")
     if listed:
         raise UsageError(
             f"{option}: cannot sign with {'; '.join(f'{key}: {trouble}' for key, trouble in listed)}",
@@ -119,7 +117,7 @@ def sign(data: bytes, key: Key, *, clear: bool) -> tuple[bytes, str]:
 
 def _cannot_sign(key: Key, status: str, stderr: str) -> EngineError:
     lines = [line for line in stderr.splitlines() if line.startswith("gpg: ")]
-    reason = lines[-1].rpartition(": ")[2] if lines else "it says nothing"
+    reason = lines[-1].rpartition(": ")[2] if lines else "gpg printed no reason"
     asked = _PASSPHRASE.search(reason) or _status(status, "PINENTRY_LAUNCHED")
     return EngineError(
         f"gpg does not sign as {key}: {reason}",
@@ -134,7 +132,7 @@ def _cannot_sign(key: Key, status: str, stderr: str) -> EngineError:
 
 
 def _default_key() -> str:
-    """`default-key` of gpg.conf, as gpgconf tells it."""
+    """`default-key` of gpg.conf, as gpgconf reports it."""
     program = which("gpgconf")
     stdout = run([program, "--list-options", "gpg"], check=False, env=_environment()).stdout if program else ""
     values = [line.split(":")[9] for line in stdout.splitlines() if line.startswith("default-key:")]
@@ -195,8 +193,8 @@ def check(signed: bytes, keys: Keys) -> tuple[bytes, Key]:
     with tempfile.TemporaryDirectory(prefix="ekiben-gpg-") as folder:
         message, out = Path(folder, "signed"), Path(folder, "message")
         message.write_bytes(signed)
-        # Only what gpg gives back was signed: around a clear-signed text there may be another.
-        # And no key comes into the keyring by being used.
+        # Only gpg's output was signed: a file may contain other text around a clear-signed one.
+        # Using a key file does not import it into the keyring.
         code, status, stderr = _gpg("--no-auto-key-retrieve", "--output", out, "--verify", message, home=keys.home)
         if code and not status.strip():
             raise EngineError(
@@ -256,7 +254,7 @@ def _judge(status: str, keys: Keys) -> Key:
 
 
 def _gpg(*args: str | Path, home: Path | None = None) -> tuple[int, str, str]:
-    """Exit code, status lines, and what it says to people. Raises EngineError when there is no gpg."""
+    """Exit code, status lines, and messages. Raises EngineError when there is no gpg."""
     program = which("gpg", "gpg2")
     if program is None:
         raise EngineError("signatures are made and checked with gpg, which is not installed", hint="apt install gnupg")
@@ -266,7 +264,7 @@ def _gpg(*args: str | Path, home: Path | None = None) -> tuple[int, str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """With the terminal that a passphrase is asked for on, which gpg does not find out by itself."""
+    """With the terminal for the passphrase, which gpg does not determine itself."""
     settings = {**os.environ, "LC_ALL": "C.UTF-8"}
     for stream in (0, 2):
         with contextlib.suppress(OSError):
@@ -275,7 +273,7 @@ def _environment() -> dict[str, str]:
 
 
 def _status(status: str, word: str) -> list[list[str]]:
-    """The arguments of each status line of that kind. Other line ends than gpg's own may stand in somebody's name."""
+    """The arguments of each status line of that kind. A user's name may contain other line separators than gpg's."""
     start = f"[GNUPG:] {word} "
     return [line.removeprefix(start).split(" ") for line in status.split("\n") if f"{line} ".startswith(start)]
 

@@ -26,7 +26,7 @@ from ekiben.signing.gpg import Keys, SignatureError
 from ekiben.signing.sif import check_sif
 from ekiben.store import Store
 
-_SETTLED = 2  # seconds after a change until which another one may leave the same times
+_SETTLED = 2  # seconds in which a second change may keep the same timestamps
 
 
 def required_signature(policy: SignaturePolicy, store: Store, progress: Progress) -> RequiredSignature:
@@ -84,7 +84,7 @@ class _Check:
         known_digests = len(digests)
         keys = Keys(fingerprints=self._policy.fingerprints, source=f"a key of {self._policy}")
         title = f"check the signature of {path}"
-        # The file itself, whatever has its path by now.
+        # The open file, even if its path was replaced.
         open_file = Path(f"/proc/self/fd/{stream.fileno()}")
         try:
             # A command checks several times; a file that was written a moment ago is read each time.

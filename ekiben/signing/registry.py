@@ -1,4 +1,4 @@
-"""PGP signatures of images in registries: containers' "simple signing", what skopeo and podman call a signature.
+"""PGP signatures of images in registries: containers' "simple signing", the signatures of skopeo and podman.
 
 A signed text with the reference and the manifest's digest is stored beside the image, as an artifact that refers to the
 manifest.
@@ -52,7 +52,7 @@ def signed_name(reference: Reference) -> str:
 
 
 def check_pushed(registry: Registry, digest: str, keys: Keys) -> Key | None:
-    """Return who signed the manifest ``digest`` under the name ``registry.reference``; None when nobody did.
+    """Return who signed the manifest ``digest`` under the name ``registry.reference``; None without a signature.
 
     Raises SignatureError, FetchError.
     """
@@ -75,7 +75,7 @@ def _signatures(registry: Registry, digest: str) -> list[bytes]:
 
 
 def _claim(message: bytes) -> tuple[str, str] | None:
-    """The name and the digest that a signed text speaks of; None when it is none of the kind."""
+    """The name and the digest in a signed text; None when it is of another format."""
     try:
         critical = Fields.of(parse_json(message)).object("critical")
         if critical.text("type") != _KIND or set(critical.data) != {"identity", "image", "type"}:
@@ -90,11 +90,11 @@ def _claim(message: bytes) -> tuple[str, str] | None:
 def _refuse_other_claim(message: bytes, signer: Key, reference: Reference, digest: str) -> None:
     claim = _claim(message)
     if claim is None:
-        raise SignatureError(f"what {signer} signed is no claim about an image", rank=2)
+        raise SignatureError(f"what {signer} signed is not a claim about an image", rank=2)
     name, of = claim
     if of != digest:
         raise SignatureError(f"its signature by {signer} is that of another image: {name}, {of}", rank=4)
-    # Asked for by digest, its content is certain, and any tag of the repository will do.
+    # The digest determines the content: a signature for any tag of the repository is valid.
     same = (
         name.rpartition(":")[0] == signed_name(reference).rpartition(":")[0]
         if reference.digest

@@ -209,7 +209,7 @@ def _check_group(
 
 
 def _refuse_changes(text: bytes, signer: Key, info: SifInfo, objects: Sequence[Descriptor], digests: _Digests) -> None:
-    """Compare what was signed with what is there; the largest last, so that what is wrong is found soon."""
+    """Compare the signed hashes with the file; the largest object last, so that a mismatch is found early."""
     changed = f"it was changed after {signer} signed it"
     if text.startswith(b"SIFHASH:"):
         raise SignatureError(
@@ -224,7 +224,7 @@ def _refuse_changes(text: bytes, signer: Key, info: SifInfo, objects: Sequence[D
             for item in message.objects("objects")
         }
     except ValueError as error:
-        raise SignatureError(f"what {signer} signed is no signature of a SIF", rank=2) from error
+        raise SignatureError(f"what {signer} signed is not a signature of a SIF", rank=2) from error
     for digest in (head, *(digest for pair in signed.values() for digest in pair)):
         if not _ALGORITHMS.fullmatch(digest):
             raise SignatureError(

@@ -100,7 +100,7 @@ def bind_bases(definition: Definition, recipe_folder: Path, stack: Stack, source
     """Return the definition with the digest in each From: that names an image by a tag, for the stack's platform, and
     with the digest of each file.
 
-    Raises DefinitionError where bases.lock has none, and for a file that is no base, or may not be read.
+    Raises DefinitionError where bases.lock has none, and for a file that is not a base, or may not be read.
     """
     stages = tuple(_bind(stage, definition, recipe_folder, stack, sources) for stage in definition.stages)
     return replace(definition, stages=stages) if stages != definition.stages else definition

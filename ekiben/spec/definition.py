@@ -23,7 +23,7 @@ from ekiben.spec.definition_text import ARGUMENT, BOM, NAMELESS, Section, assign
 from ekiben.spec.environment import read_table, without_comment
 
 BASES, BASES_GROUP = "ekiben.builder.bases", "ekiben.bases"
-# What Apptainer knows. Which of them count is the agent's choice: it takes no notice of the others, and neither do we.
+# Apptainer's headers. Each agent uses some of them and ignores the others, as Apptainer does.
 HEADERS = (
     *("bootstrap", "from", "stage", "osversion", "mirrorurl", "include", "registry", "namespace", "fingerprints"),
     *("confurl", "includecmd", "library", "modules", "product", "productpgp", "regcode", "registerurl", "setopt"),
@@ -31,9 +31,9 @@ HEADERS = (
 )
 SECTIONS = ("arguments", "files", "post", "environment", "labels", "test", "help", "runscript", "startscript")
 SCRIPTS = ("post", "test", "help", "runscript", "startscript")
-# A build stage is never a container that runs: Apptainer, too, makes nothing of these.
+# A build stage is never run: Apptainer ignores these, too.
 FINAL_ONLY = ("environment", "help", "runscript", "startscript")
-# What is known and does nothing; to ignore it would be to say that it was done.
+# Known and unsupported: refused rather than ignored.
 UNUSED = {
     "fingerprints": "no signature is checked while an image is built; `verify --key` checks one",
 }
@@ -57,7 +57,7 @@ AGENT_HEADERS = {
     "debootstrap": ("osversion", "mirrorurl", "include"),
 }
 
-# Agents of Apptainer's that are none here, and the way around.
+# Unsupported agents of Apptainer, and alternatives.
 _PULLED = "`apptainer pull base.sif {}://…` once, then Bootstrap: localimage and From: ./base.sif"
 _CONVERTED = "`apptainer build base.sif {}` once, then Bootstrap: localimage and From: ./base.sif"
 OTHER_AGENTS = {
@@ -89,8 +89,8 @@ class Stage:
 
     ``shell`` is the command that runs ``post`` where /bin/sh alone does not; the other scripts may have a shebang.
     ``environment_text`` is %environment as written, ``environment_line`` the number of its first line; ``environment``
-    is empty where that is no table of values. ``path`` is the file, ``post_numbers`` the numbers of its lines that are
-    those of ``post``.
+    is empty where that is not a table of values. ``path`` is the file, ``post_numbers`` the numbers of the lines of
+    ``post`` in it.
     """
 
     name: str | None
@@ -141,11 +141,11 @@ class Definition:
 
 
 def read_definition(path: Path, *, root: Path, arguments: Mapping[str, str] | None = None) -> Definition:
-    """Read ``path`` with ``arguments`` bound over its own %arguments; names it does not declare are left to others.
+    """Read ``path`` with ``arguments`` bound over its own %arguments; undeclared names are ignored here.
 
     Raises DefinitionError that lists every problem of the file.
     """
-    text = read_source(path).replace("\r\n", "\n")  # a lone carriage return is no end of a line: a script may hold it
+    text = read_source(path).replace("\r\n", "\n")  # a lone carriage return ends no line: a script may contain it
     return _Reader(path, text).read(root, arguments or {})
 
 
@@ -333,8 +333,8 @@ class _Reader:
                 text = self.text.removeprefix(BOM).split("\n")[section.line - 2].strip()
                 self.problem(
                     section.line - 1,
-                    f"'{text:.60}' is no section: a line whose first character after blanks is % begins one; write its"
-                    " name directly after a % in the first column, or let a line of text begin otherwise",
+                    f"'{text:.60}' is not a section: a % after blanks starts one; write its name"
+                    " directly after a % in the first column, or begin a line of text with another character",
                 )
             elif section.name in REFUSED:
                 self.problem(section.line - 1, f"%{section.name} is refused: {REFUSED[section.name]}")
@@ -373,7 +373,7 @@ class _Reader:
                 folder = "/" if paths[-1].endswith("/") else ""  # the file keeps its name in that folder
                 yield Copy(paths[0], posixpath.normpath("/" + paths[-1].strip("/")).rstrip("/") + folder, stage, number)
             elif paths:
-                self.problem(number, f"%files wants 'source [destination]', found {len(paths)} words: {line.strip()}")
+                self.problem(number, f"%files needs 'source [destination]', found {len(paths)} words: {line.strip()}")
 
     def labels(self, section: Section | None) -> dict[str, str]:
         labels: dict[str, str] = {}

@@ -70,7 +70,7 @@ def _copies(app: App, section: Section, report: Report) -> Iterator[AppCopy]:
         if re.search(r"[\s\"'\\]", source + destination):
             report(
                 number,
-                f"%appfiles wants 'source [destination]', one blank between them and no quotes: {line.strip()}",
+                f"%appfiles needs 'source [destination]', one blank between them and no quotes: {line.strip()}",
             )
         elif ".." in (destination or source).split("/"):
             report(number, f"%appfiles: the destination climbs with '..': {line.strip()}")
@@ -81,7 +81,7 @@ def _copies(app: App, section: Section, report: Report) -> Iterator[AppCopy]:
 
 
 def install_script(apps: Sequence[App]) -> str:
-    """Return what runs after a %post, in the same shell: each app's %appinstall, in its folder."""
+    """Return the commands after a %post, in the same shell: each app's %appinstall, in its folder."""
     return "".join(
         f"\ncd /\n. {app.root}/scif/env/01-base.sh\n\ncd {app.root}\n{app.texts.get('appinstall', '')}\n\ncd /\n"
         for app in apps

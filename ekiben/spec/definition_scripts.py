@@ -25,7 +25,7 @@ def script_file(section: Section, report: Report) -> str:
         report(section.line - 1, _refusal(section))
     if not "\n".join(section.body).strip().startswith("#!"):
         return f"{_PLAIN} {tokens[0]}\n{text}" if tokens else text
-    if not section.body[0].strip():  # the kernel looks at the first line alone, and /bin/sh runs the rest
+    if not section.body[0].strip():  # the kernel reads only the first line, and /bin/sh runs the rest
         return f"{_PLAIN}\n{text}"
     rest = "\n".join(section.body[1:]).rstrip("\n")
     return f"{' '.join([section.body[0].strip(), *tokens])}\n{rest}\n"

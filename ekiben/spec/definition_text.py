@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 
 ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 BOM = "\ufeff"
-NAMELESS = "%"  # of a line that Apptainer takes for a section without a name, or in which blanks come first
+NAMELESS = "%"  # a line that Apptainer reads as a section without a name, or one with leading blanks
 _STAGE = re.compile(r"bootstrap:", re.IGNORECASE)
 _BOOTSTRAP = re.compile(r"\s*bootstrap\s*:", re.IGNORECASE)
 _HEADER = re.compile(r"([A-Za-z]\w*)[ \t]*:[ \t]*(.*)", re.DOTALL)
 _REMARK = re.compile(r"#[^!]")
-Report = Callable[[int, str], None]  # takes the number of a line, and what is wrong there
+Report = Callable[[int, str], None]  # called with a line's number and the problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""%environment: a table of values where that is all it says, else a shell script, which only a shell can read."""
+"""%environment: a table of values where possible, else a shell script, which only a shell can evaluate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _EXPORT = re.compile(r"export[ \t]+([A-Za-z_]\w*)=((?!\s).*)?", re.ASCII)
 _NAMES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
 _HOME = re.compile(r"(?:^|:)~")
-# Of an image's own script: assignments, and what they refer to. What a shell sets by itself is another at each start.
+# Assignments in an image's own script, and their references. The shell's own variables differ at each start.
 _OF_CALLER = {"HOME", "PWD", "OPTIND", "UID", "GID"}
-# What a %post names that adds to the image's environment or labels as Apptainer has them.
+# Names in a %post that extends the image's environment or labels in Apptainer's way.
 _WRITES = re.compile(
     r"(?:APPTAINER|SINGULARITY)_(?:ENVIRONMENT|LABELS)\b|/\.singularity\.d/env\b|(?<![\w.}/-])/environment(?![\w./-])"
 )
@@ -63,7 +63,7 @@ def without_comment(line: str) -> str:
 
 
 def read_table(lines: Sequence[str]) -> dict[str, str] | None:
-    """Return the values of lines ``export NAME=value``, each with its references; None for what is more than that.
+    """Return the values of lines ``export NAME=value``, each with its references; None for other scripts.
 
     A name that appears twice is more: the second value may refer to the first.
     """
@@ -122,7 +122,7 @@ def depends_on_caller(table: Mapping[str, str]) -> bool:
 
 
 def depends_on_start(text: str) -> bool:
-    """Return whether a script is more than assignments, so that what it sets may be another at each start: it runs
+    """Return whether a script is more than assignments, so that its values may differ at each start: it runs
     commands, reads files, or tests what is there."""
     for line in text.split("\n"):
         code = without_comment(line.strip())

@@ -1,4 +1,4 @@
-"""Packages of the index whose name means another package to a user of GPUs."""
+"""Packages of the index whose name users confuse with another package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)", re.MULTILINE)
 
 
 def find_confusion(requirements: str) -> str | None:
-    """Return why a file of requirements cannot be meant as it is written, or None.
+    """Return why a file of requirements is likely a mistake, or None.
 
     A requirement with an address says what it means.
     """

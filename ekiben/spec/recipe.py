@@ -72,7 +72,7 @@ class RecipeFile:
     layer: str
     tasks: dict[str, TaskFile]
     default_task: str = ""
-    modules: tuple[str, ...] | None = None  # no longer a key: known here so that its error says what to do
+    modules: tuple[str, ...] | None = None  # a former key: its error tells the replacement
     code: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class RecipeFile:
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipe:
-    """recipe.yaml of an image, as far as others read it: keys of a later version are ignored."""
+    """The recipe.yaml in an image: keys of a later version are ignored."""
 
     name: str
     description: str
@@ -164,7 +164,7 @@ class Recipe:
 
     def cli_args(self, stack: str | None = None, arch: str | None = None) -> str:
         """Return how a command line names the recipe, by its folder where its name does not find it, with the layers
-        that are put on it, another stack, another architecture than this host's, and what it may use elsewhere."""
+        added to it, another stack, another architecture than this host's, and included paths."""
         other = [f"--stack {stack}"] if stack not in (None, self.file.stack) else []
         other += [f"--arch {arch}"] if arch not in (None, host_arch()) else []
         folders = [folder.resolve() for folder in _folders_by_name().get(self.folder.name, [])]
@@ -213,7 +213,7 @@ class Recipe:
         for inside, path in files.items():
             if not _is_plain(inside):
                 problems.append(
-                    f"{self.folder / 'recipe.yaml'}: {inside} is no path below {self.folder}; "
+                    f"{self.folder / 'recipe.yaml'}: {inside} is not a path below {self.folder}; "
                     "keep the file there, and name it without '..' or a leading '/'"
                 )
             elif not _is_file(path):
@@ -325,9 +325,7 @@ def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
             raise UsageError(f"no recipe '{single_line(name)}'." + nearest(name, known), hint=hint)
         if len(known[name]) > 1:
             folders = ", ".join(map(str, known[name]))
-            raise UsageError(
-                f"there are several recipes '{name}': {folders}", hint="give the one that you mean as a path"
-            )
+            raise UsageError(f"there are several recipes '{name}': {folders}", hint="name one of them by its path")
         folder, reason = known[name][0], _folder_source(known[name][0])
         if (Path(name) / "recipe.yaml").is_file() and follow(Path(name)) != follow(folder):
             _warn(f"{name} is the recipe in {folder}; the one in this folder is ./{name}")

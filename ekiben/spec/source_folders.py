@@ -36,7 +36,7 @@ class SourceFolders:
     included: tuple[Path, ...] = ()
 
     def check(self, path: Path, named_in: str = "") -> Path:
-        """Return the path that ``path`` leads to, without links; whether a file is there is for whoever opens it.
+        """Return ``path`` with all links resolved; the file need not exist.
 
         Raises DefinitionError, which begins with ``named_in``, when that lies elsewhere.
         """
@@ -46,20 +46,20 @@ class SourceFolders:
         if any(real.is_relative_to(follow(item)) for item in self.included):
             log_decision(f"file {path}", real, "outside the recipe's folder, allowed by --include")
             return real
-        leads = "is" if Path(os.path.abspath(path)) == real else f"leads to {real},"
+        target = "is" if Path(os.path.abspath(path)) == real else f"points to {real},"
         raise DefinitionError(
-            f"{named_in}{': ' if named_in else ''}{path} {leads} outside the recipe's folder {self.folder}",
+            f"{named_in}{': ' if named_in else ''}{path} {target} outside the recipe's folder {self.folder}",
             hint=(
-                "other users cannot read it; in an image they could: take it out of the recipe"
+                "it is private, and an image would publish it: remove it from the recipe"
                 if _is_private(real)
-                else f"if you want it in there: --include {shlex.quote(str(real))}"
+                else f"to include it: --include {shlex.quote(str(real))}"
             ),
         )
 
     def check_file(self, path: Path, named_in: str = "") -> Path:
         """Do the same for a file that goes into an image.
 
-        Raises DefinitionError also when it is no file, or a huge one.
+        Raises DefinitionError also when it is not a file, or a huge one.
         """
         real = self.check(path, named_in)
         where = f"{named_in}: " if named_in else ""
@@ -95,7 +95,7 @@ def _is_private(path: Path) -> bool:
 
 
 def follow(path: Path) -> Path:
-    """Return the path that ``path`` leads to, without links.
+    """Return ``path`` with all links resolved.
 
     Raises DefinitionError for a name that no file can have.
     """

@@ -82,7 +82,7 @@ class SourceTree:
                     out.write(_header(info))
                     continue
                 if not stat.S_ISREG(status.st_mode):
-                    raise DefinitionError(f"{path}: is no regular file; remove it, or leave it out with .gitignore")
+                    raise DefinitionError(f"{path}: is not a regular file; remove it, or leave it out with .gitignore")
                 with open_regular(path) as stream:
                     info.size = os.fstat(stream.fileno()).st_size
                     info.mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
@@ -98,7 +98,7 @@ class SourceTree:
         target = str(path.readlink())
         if target.startswith("/") or not follow(path).is_relative_to(self.folder):
             raise DefinitionError(
-                f"{path}: leads to {target}, outside the package's folder {self.folder}",
+                f"{path}: points to {target}, outside the package's folder {self.folder}",
                 hint="put the file itself there: what lies elsewhere would get into the image",
             )
         return target

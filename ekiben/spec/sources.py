@@ -62,7 +62,7 @@ class Source:
             fields.refuse("name", "a package's name in its canonical form")
         build, requires = fields.strings("build"), fields.strings("requires")
         if wrong := next((line for line in build if not _PIN.fullmatch(line)), None):
-            raise ValueError(f"names {wrong!r:.80}, which is no pin with hashes")
+            raise ValueError(f"names {wrong!r:.80}, which is not a pin with hashes")
         try:
             if parse_wheel_filename(wheel)[:2] != (name, Version(version)):
                 fields.refuse("wheel", f"a wheel of {name} {version}")
@@ -91,8 +91,8 @@ class Source:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Return what decides about the wheel's bytes, as an input of a key."""
-        if self.commit:  # which names its content, wherever it is fetched from
+        """Return the inputs of the wheel's bytes, for a key."""
+        if self.commit:  # which identifies its content, on every mirror
             return {
                 "name": self.name,
                 "commit": self.commit,

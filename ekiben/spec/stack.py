@@ -119,8 +119,8 @@ class Stack:
         check_sums(
             self.folder,
             hint=(
-                "versions are asked for in the .in files; then: "
-                f"{command_name()} lock {self.name} --keep (without --keep every version is today's)"
+                "require versions in the .in files; then: "
+                f"{command_name()} lock {self.name} --keep (without --keep every version is updated)"
             ),
         )
 

@@ -1,4 +1,4 @@
-"""SHA256SUMS beside lock files: what was edited after it was locked is noticed. `sha256sum -c` reads it, too."""
+"""SHA256SUMS beside lock files: edits after locking are detected. `sha256sum -c` reads it, too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_sums(folder: Path, *, hint: str) -> None:
         expected, _, name = line.partition("  ")
         path = folder / name
         if name.startswith("/") or ".." in name.split("/"):
-            problems.append(f"{folder / SUMS}: {name!r:.200} is no path below {folder}")
+            problems.append(f"{folder / SUMS}: {name!r:.200} is not a path below {folder}")
             is_damaged = True
             continue
         try:

@@ -51,7 +51,7 @@ class Blobs:
         return blobs
 
     def put(self, data: bytes) -> str:
-        """Store small data, also in the place of a damaged blob, and return its digest. Idempotent."""
+        """Store small data, replace a damaged blob, and return its digest. Idempotent."""
         digest = digest_of(data)
         stored = None
         with contextlib.suppress(OSError, ValueError):

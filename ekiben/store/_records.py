@@ -17,7 +17,7 @@ from ekiben.formats.oci import MEDIA_INDEX, MEDIA_MANIFEST
 from ekiben.store._staging import StagingArea
 
 Kind = Literal["keys", "results", "refs", "last", "compile_stats", "checks"]  # the folders
-_FORMER: Mapping[Kind, str] = {"compile_stats": "learnt"}  # names that folders had in stores of the same version
+_FORMER: Mapping[Kind, str] = {"compile_stats": "learnt"}  # former names of folders in stores of the same version
 _FORMER_NOTES = {"handed over": "outputs"}
 
 
@@ -123,7 +123,7 @@ class StoredResult:
         return tuple(map(str, values)) if isinstance(values, list | tuple) else ()
 
     def input_text(self, name: str) -> str:
-        """Return an input of its key, as ``torch``; "unknown" where a record has none, or no text."""
+        """Return an input of its key, such as ``torch``; "unknown" if it is missing, or not a string."""
         value = self.inputs.get(name)
         return value if isinstance(value, str) else "unknown"
 
@@ -171,7 +171,7 @@ class Records:
         self.root, self._staging = staging.root, staging
 
     def path(self, kind: Kind, name: str) -> InnerPath:
-        """Raises StoreError when ``name`` is no file's: names come from records that others wrote."""
+        """Raises StoreError when ``name`` is not a file's: names come from records that others wrote."""
         if not is_basename(f"{name}.json"):
             raise StoreError(f"{name!r:.80} does not name a record of {self.root}")
         return self.root / kind / f"{name}.json"
@@ -229,7 +229,7 @@ class Records:
             self.write("last", name, {"cache_key": cache_key})
 
     def last_inputs(self, name: str) -> Mapping[str, Any] | None:
-        """Return the inputs that a layer had when it was last built, if it ever was."""
+        """Return the inputs of a layer's last build, None without one."""
         key = (self.read("last", name) or {}).get("cache_key")
         records = [self.read("keys", str(key)), self.read("results", str(key))] if key else []
         return next((record["inputs"] for record in records if record and isinstance(record.get("inputs"), dict)), None)
@@ -246,7 +246,7 @@ class Records:
         return {}
 
     def image(self, name: str) -> ImageRecord | None:
-        """Return the record of an image; None for one that lacks what every record has."""
+        """Return the record of an image; None for one without a required field."""
         record = self.read("refs", name)
         with contextlib.suppress(ValueError):
             fields = Fields.of(record)

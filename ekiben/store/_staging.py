@@ -43,7 +43,7 @@ class Access(Protocol):
         """Return the store's folder."""
 
     def readable(self, path: InnerPath) -> AnyPath:
-        """Return ``path`` for who reads a file of the store: as a Path where no other user can exchange it."""
+        """Return ``path`` for readers of the store: a Path where no other user can replace it."""
 
     def make_folder(self, folder: InnerPath) -> None:
         """Make a folder with its parents. Idempotent. Raises StoreError, OSError."""
@@ -75,9 +75,9 @@ class UserAccess:
         try:
             with self.translated_errors():
                 make_folders(self.root.parent)
-                with contextlib.suppress(FileExistsError):  # another process made it just now
+                with contextlib.suppress(FileExistsError):  # another process has just created it
                     self.root.mkdir(0o700)
-        except FileNotFoundError as error:  # below /proc, say
+        except FileNotFoundError as error:  # the parent has no folders, for example /proc
             raise StoreError(
                 f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
                 hint="give another folder with --store or EKIBEN_STORE",
@@ -128,7 +128,7 @@ class StagingArea:
         self._owner = Owner(self.folder)
         self._pool: ThreadPoolExecutor | None = None
         self._running: list[Future[None]] = []
-        self._finished: list[InnerPath] = []  # folders that nobody needs, removed when no script runs any more
+        self._finished: list[InnerPath] = []  # unused folders, removed once no script is running
 
     # -- files and folders
 
@@ -150,7 +150,7 @@ class StagingArea:
                 self._release(folder)
 
     def write(self, path: InnerPath, data: bytes) -> None:
-        """Write a file atomically, without fsync: a record that a power failure leaves empty is no record."""
+        """Write a file atomically, without fsync: a record that a power failure leaves empty is not a record."""
         with self.access.translated_errors(), self._owner.active() as prefix:
             temporary = self.folder / f"{prefix}{secrets.token_hex(4)}"
             with path.new_file(temporary) as stream:
@@ -165,7 +165,7 @@ class StagingArea:
             probe.remove()
 
     def sweep(self) -> None:
-        """Remove what dead processes left, and end what they left running."""
+        """Remove files and end children of dead processes."""
         with self.folder.open_folder() as staging:
             for name in staging.names():
                 with contextlib.suppress(OSError):
@@ -177,7 +177,7 @@ class StagingArea:
                         staging.remove_tree(name)
 
     def sweep_process(self) -> None:
-        """Remove what this process has left; for its end, which Ctrl-C and SIGTERM do not interrupt any more."""
+        """Remove this process's temporary files at its end, when Ctrl-C and SIGTERM are ignored."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(OSError), self.folder.open_folder() as staging:
@@ -185,11 +185,11 @@ class StagingArea:
                 if self._owner.has_prefix(name):
                     staging.remove_tree(name)
 
-    # -- what running builds need
+    # -- claims of running builds
 
     @contextlib.contextmanager
     def announce(self, cache_keys: Iterable[str]) -> Iterator[None]:
-        """Make prune() keep these layers, and all that is stored meanwhile, until the block ends."""
+        """Protect these layers, and all that is stored meanwhile, from prune() until the block ends."""
         with self.temporary_folder() as folder:
             with (folder / _NEEDED).new_file() as stream:
                 stream.write("\n".join(cache_keys).encode())
@@ -220,7 +220,7 @@ class StagingArea:
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
         """Run deferred work on threads inside the block, and wait for it at the end; temporary trees go last."""
-        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+        from concurrent.futures import ThreadPoolExecutor  # imported here: it brings logging with it
 
         with ThreadPoolExecutor(2, thread_name_prefix="store") as self._pool:
             try:
@@ -256,7 +256,7 @@ class StagingArea:
 
     @contextlib.contextmanager
     def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Save two processes the same work. Correctness does not rest on it: flock may be absent on NFS or Lustre."""
+        """Keep two processes from building the same. Optional: flock may be missing on NFS or Lustre."""
         try:
             handle = (self.root / "locks" / name).open_lock()
         except OSError:

@@ -23,8 +23,8 @@ def prune(
     ``wheels``.
 
     Returns digest and bytes of what is removed: none while there are damaged_records(). Raises StoreError when the
-    folder is no store, since nothing is ever removed from a folder without Ekiben's tag; UsageError for a name that no
-    image has.
+    folder is not a store, since nothing is ever removed from a folder without Ekiben's tag; UsageError for a name
+    that no image has.
     """
     if not _is_store(store):
         raise StoreError(
@@ -77,7 +77,7 @@ def damaged_records(store: Store, untag: Collection[str] = ()) -> list[Path]:
 
 
 def _unneeded(store: Store, untag: Collection[str], wheels: bool, since: float) -> list[tuple[str, int]]:
-    """Return digest and bytes of the blobs older than ``since`` that nothing needs."""
+    """Return digest and bytes of the unreferenced blobs older than ``since``."""
     images = {name: image for name, image in store.images().items() if name not in untag}
     keep = reachable(store, images) | _stage_outputs(store, images, all=not wheels) | _being_built(store)
     return [
@@ -99,7 +99,7 @@ def reachable(store: Store, images: Mapping[str, ImageRecord] | None = None) -> 
 
 
 def _stage_outputs(store: Store, images: Mapping[str, ImageRecord], *, all: bool) -> set[str]:
-    """Return the blobs of build stages to keep: what took an hour to compile stays until ``all`` is off.
+    """Return the blobs of build stages to keep: compiled wheels are kept unless ``all`` is set.
 
     Then stays what an image of the store was built with, and what was imported, for it may not be available again.
     """
@@ -115,7 +115,7 @@ def _being_built(store: Store) -> set[str]:
 
 
 def _drop_unfinished(store: Store, since: float) -> None:
-    """Remove what compilers left to resume from when their stage failed; not of a stage that is running."""
+    """Remove unfinished compilations of failed stages; not of a running one."""
     for folder in (store.cache / "work").glob("*"):
         if folder.stat().st_mtime < since:
             remove_tree(folder)

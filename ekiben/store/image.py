@@ -1,4 +1,4 @@
-"""A finished image: its layers in the store, and what its users need to know of it."""
+"""A finished image: its layers in the store, and its attributes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Image:
                 users = users_partition(readers, self.epoch)
         except (StoreError, OSError):
             for layer in self.layers:
-                store.check_blob(layer.digest, again=True)  # says which one is damaged
+                store.check_blob(layer.digest, again=True)  # the error names the damaged layer
             raise
         return sif_header([layer.digest for layer in self.layers], self.deffile, self.arch, self.epoch, users)
 

@@ -76,7 +76,7 @@ class LayerProvider(Protocol):
         """Return whether the store has the layer."""
 
     def fetch(self, cache_key: str, into: Store) -> StoredLayer | None:
-        """Return the layer, its bytes readable through ``into``; None when it is not there. Raises StoreError."""
+        """Return the layer, readable through ``into``; None when it is missing. Raises StoreError."""
 
 
 def fetch_layer(providers: Sequence[LayerProvider], cache_key: str, into: Store) -> StoredLayer | None:

@@ -12,14 +12,14 @@ from ekiben.store.store import Store
 
 
 class LayerCache:
-    """Layers by key in a repository. When it fails it is no longer asked, and the layers are built."""
+    """Layers by key in a repository. After an error it is not used any more, and the layers are built."""
 
     def __init__(self, repository: str, progress: Progress) -> None:
         self.registry, self.progress = Registry(Reference.parse(repository)), progress
         self._failed = False
 
     def fetch(self, cache_key: str, into: Store) -> StoredLayer | None:
-        """Return the layer, now in ``into``; None when the registry has none."""
+        """Fetch the layer into ``into`` and return it; None when the registry does not have it."""
         if not self.has(cache_key):
             return None
         try:
@@ -49,7 +49,7 @@ class LayerCache:
             blob, *_ = manifest.objects("layers")
             fits = (layer.cache_key, layer.digest, layer.size) == (cache_key, blob.digest("digest"), blob.size("size"))
         except ValueError as error:
-            raise FetchError(f"{self.registry.reference}:{cache_key} is no layer of Ekiben's") from error
+            raise FetchError(f"{self.registry.reference}:{cache_key} is not a layer of Ekiben's") from error
         if not fits:
             raise FetchError(f"{self.registry.reference}:{cache_key} differs from its tag: it is {layer.cache_key}")
         if not into.has_blob(layer.digest, layer.size):

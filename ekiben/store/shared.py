@@ -50,7 +50,9 @@ _LAYERS = "layers"
 _ATTEMPTS = 5
 _EXCHANGED = (errno.ENOTDIR, errno.ELOOP, errno.ESTALE)  # error of opening a link as a folder
 _DIGITS = 15  # digits of a time in seconds; anyone may choose the name
-_LEFT = 7 * 86400  # seconds after which a folder in staging/ is nobody's: its machine may be another one
+_LEFT = (
+    7 * 86400
+)  # seconds after which a folder in staging/ counts as abandoned: its process may run on another machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,13 @@ class Policy:
         os.fchmod(handle, self.mode if stat.S_ISDIR(status.st_mode) else mode & 0o555 & readers)
 
     def make_folder(self, folder: InnerPath) -> None:
-        """Make a folder, which takes its name when it has its mode: others may be about to write into it.
+        """Create a folder, renamed once its mode is set: other users may write into it immediately.
 
         Idempotent.
         """
         if folder.link_target() is not None:
             raise StoreError(
-                f"{folder} is a link, and nothing is written through one", hint="remove it, or publish elsewhere"
+                f"{folder} is a link; Ekiben does not write through links", hint="remove it, or publish elsewhere"
             )
         if not folder.is_folder():
             folder.make_folder(lambda handle: self.apply_permissions(handle, 0))
@@ -123,7 +125,7 @@ def user_name(number: int) -> str:
 
 
 class SharedAccess:
-    """Access to a shared store: what is written gets its folder's group and mode. Errors name the folder."""
+    """Access to a shared store: new files get its folder's group and mode. Errors name the folder."""
 
     def __init__(self, shared_dir: Path) -> None:
         self.shared_dir, self.shared = shared_dir, InnerPath.below(shared_dir)
@@ -177,8 +179,8 @@ class SharedAccess:
                 raise StoreError(
                     f"{where} was replaced by a link or a different file while this command ran ({error.strerror})",
                     hint=(
-                        f"somebody who may write in {self.shared_dir} did that, and nothing was followed: ask who, and"
-                        " again"
+                        f"another user who may write in {self.shared_dir} did that; no link was followed: ask who it"
+                        " was, then repeat the command"
                     ),
                 ) from error
             if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
@@ -194,9 +196,9 @@ class SharedAccess:
         with self.translated_errors():
             if not shared_dir.is_dir():
                 if os.path.lexists(shared_dir):
-                    status = "a link that leads to no folder" if shared_dir.is_symlink() else "a file"
+                    status = "a link that points to no folder" if shared_dir.is_symlink() else "a file"
                     raise StoreError(
-                        f"{shared_dir} is {status}, and what is published goes into a folder",
+                        f"{shared_dir} is {status}; publish into a folder",
                         hint="give an existing folder, or a new name, which is created",
                     )
                 new = InnerPath.below(shared_dir.parent) / shared_dir.name
@@ -212,15 +214,15 @@ class SharedAccess:
             self._refuse_access()
         if policy.mode & 0o050 != 0o050:
             raise StoreError(
-                f"{self.shared_dir} is closed to its group ({group_name(policy.group)}): nobody would find what is"
-                " published there",
+                f"{self.shared_dir} is closed to its group ({group_name(policy.group)}), which could not read"
+                " published images",
                 hint=(
                     f"chmod 2750 {self.shared_dir} (its group may read), or chmod 2755 {self.shared_dir} (everyone may)"
                 ),
             )
         if os.geteuid() and policy.group not in mine and not self.shared.status().st_mode & stat.S_ISGID:
             with self.shared.open_folder() as folder:
-                policy.apply_permissions(folder.handle, 0)  # says what to do
+                policy.apply_permissions(folder.handle, 0)  # its error has a hint
 
     def _refuse_access(self) -> NoReturn:
         status = self.shared.status()
@@ -310,7 +312,7 @@ class SharedStore(Store):
         return self.folder / STORE / _LAYERS
 
     def put_layers(self, sif: InnerPath, layers: Sequence[StoredLayer]) -> None:
-        """Let readers find these layers in ``sif``, a published file of them. Idempotent."""
+        """Register these layers as stored in ``sif``, a published file. Idempotent."""
         for layer, partition in zip(layers, read_sif(sif).layers[-len(layers) :], strict=True):
             folder = self._layers / layer.digest[7:]
             target = os.path.relpath(PurePosixPath(*sif.parts), PurePosixPath(*folder.parts))
@@ -327,7 +329,7 @@ class SharedStore(Store):
         with self.translated_errors():
             for folder in self._layers.entries():
                 for link in self._links(f"sha256:{folder.name}") if is_digest(f"sha256:{folder.name}") else ():
-                    # Another prune is at work, or a publisher.
+                    # Another prune or a publisher is running.
                     with contextlib.suppress(FileNotFoundError, FileExistsError):
                         if not self._image_file(link):
                             target = link.link_target()
@@ -345,7 +347,7 @@ class SharedStore(Store):
                         self.put_layer(layer)
 
     def write_file(self, path: InnerPath, data: bytes, mode: int = 0o444) -> None:
-        """Write a small file that is no blob atomically. Raises OSError."""
+        """Write a small file that is not a blob atomically. Raises OSError."""
         with path.new_file() as stream:
             stream.write(data)
             self.apply_permissions(stream.fileno(), mode)

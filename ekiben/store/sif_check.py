@@ -56,7 +56,7 @@ def sif_sha256(header: SifHeader, path: AnyPath, store: Store) -> str:
 
 
 def known_sif_sha256(path: Path, store: Store) -> str:
-    """Return the SHA-256 of a SIF that was noted and has not changed since, "" where there is none.
+    """Return the recorded SHA-256 of a SIF that has not changed since, "" without one.
 
     Reads the file's header only.
     """
@@ -72,7 +72,7 @@ def known_sif_sha256(path: Path, store: Store) -> str:
 def note_sif(
     header: SifHeader, path: AnyPath, store: Store, squashed_digest: str | None = None, *, sha256: str | None = None
 ) -> None:
-    """Remember that a SIF has what its header promises, until the file changes.
+    """Record that a SIF matches its header, until the file changes.
 
     ``squashed_digest``: of its one partition; ``sha256``: of the file.
     """
@@ -161,4 +161,4 @@ def _name(id: str) -> str:
 
 
 def _hint(image: Image) -> str:
-    return f"`{command_name()} build {image.cli_args}` writes it again, in the place of a damaged one"
+    return f"`{command_name()} build {image.cli_args}` writes it again"

@@ -6,8 +6,8 @@
     keys/<key>.json      cache key → layer: diff_id, blob, and the readable inputs of the key
     last/<name>.json     layer name → the key it had last, for saying why a layer is rebuilt
     results/<key>.json   the outputs of a build stage: files, each a blob (compiled wheels above all)
-    compile_stats/       what compiling a package takes, by name: memory, files, time (learnt/ in older stores is still
-                         read); by key, the time of attempts that were cut
+    compile_stats/       measurements of compiling a package, by name: memory, files, time (learnt/ in older stores is
+                         still read); by key, the time of attempts that were cut
     checks/              what was verified, by image and runtime
     logs/ staging/ locks/ CACHEDIR.TAG README version
 
@@ -78,7 +78,7 @@ class Store:
         self.root, self.upstream, self.version = root, upstream, version
         self.staging_area = StagingArea(access or UserAccess(root))
         self.blobs, self.records = Blobs(self.staging_area, locate), Records(self.staging_area)
-        self._refused: set[str] = set()  # damaged blobs of ``upstream``: replaced here
+        self._refused: set[str] = set()  # damaged blobs of ``upstream``, replaced in this store
         try:
             stored_version = (self.staging_area.root / "version").read().decode(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
@@ -123,7 +123,7 @@ class Store:
     # -- blobs
 
     def blob_path(self, digest: str) -> Path:
-        """Return the file of a blob that is no layer, for programs that want a path: copied here from upstream.
+        """Return the file of a blob that is not a layer, for programs that want a path: copied here from upstream.
 
         Raises StoreError.
         """
@@ -148,7 +148,7 @@ class Store:
     def partition(self, blob: StoredLayer | StageOutput, *, is_checked: bool = False) -> Partition:
         """Return where the bytes of ``blob`` are. Reading them raises StoreError when it was removed meanwhile."""
         located = self.find(blob.digest) or Partition(self.blobs.path(blob.digest), 0, 0, blob.digest)
-        # What lies in a folder of other users may be written after it was checked: it is compared again while it is
+        # Other users may write a file after it was checked: it is compared again while it is
         # copied.
         return Partition(
             located.path, located.offset, blob.size, blob.digest, is_checked and isinstance(located.path, Path)
@@ -228,7 +228,7 @@ class Store:
             return None
         return (
             upstream_layer if self.has_blob(upstream_layer.digest, upstream_layer.size) else None
-        )  # an own blob that is short comes first
+        )  # a truncated blob of this store hides that of upstream
 
     def layers(self) -> Iterator[StoredLayer]:
         """Yield the layers of this store, upstream apart."""
@@ -281,7 +281,7 @@ class Store:
         self.records.write("compile_stats", name, stats)
 
     def drop_compile_stats(self, name: str) -> None:
-        """Forget what compiling took. Idempotent."""
+        """Remove the measurements of compilations. Idempotent."""
         self.records.drop("compile_stats", name)
 
     def image(self, name: str) -> ImageRecord | None:
@@ -334,7 +334,7 @@ class Store:
             self.staging_area.sweep()
         atexit.register(
             self.staging_area.sweep_process
-        )  # ^C may come between making a folder and the block that removes it
+        )  # ^C may arrive between creating a folder and the block that removes it
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:

@@ -55,8 +55,8 @@ def _check_refused(
 
 
 def registry_mode(lab: Lab) -> list[str]:
-    """A registry that lies about sizes, leads elsewhere, or gives garbage: pull and push end soon, no secret leaves, no
-    file stays.
+    """A registry that lies about sizes, redirects, or sends garbage: pull and push end soon, no secret is sent, no file
+    stays.
     """
     dice = lab.dice
     mode = _next("registry", sorted(hostile_registry.modes("")), dice)

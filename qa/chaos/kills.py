@@ -34,8 +34,8 @@ def kill_command(
     """Kill what ``prepare`` returns so many ``times`` at random moments, and check after each; return the last
     arguments.
 
-    The next one goes on from what a killed one left. After one that ended in time, ``prepare`` makes the situation
-    anew. Unless ``is_quiet``, processes may be left, for the next command to end.
+    The next one continues from what a killed one left. After one that ended in time, ``prepare`` makes the situation
+    again. Unless ``is_quiet``, processes may be left, for the next command to end.
     """
     global sent
     dice, argv = case.lab.dice, prepare()

@@ -143,7 +143,7 @@ class Lab:
         return shared
 
     def copy(self, source: Path, name: str) -> Path:
-        """Return a copy below this folder in the place of an earlier one."""
+        """Return a copy below this folder instead of an earlier one."""
         target = self.path(name)
         shutil.rmtree(target, ignore_errors=True)
         return Path(shutil.copytree(source, target, symlinks=True))
@@ -294,10 +294,10 @@ class Case:
                 if (images / f"{one.stem}.json").exists():  # a prune removes the record first
                     self.problem(f"{one.file} is gone, and its record is there")
         if not (images / "current").exists():
-            self.problem("current leads nowhere")
+            self.problem("current points nowhere")
 
     def check_tidy(self) -> None:
-        """Nothing temporary is left once a command ended well and the next one began to write."""
+        """Nothing temporary is left once a command succeeded and the next one began to write."""
         for store in (Store(self.store), SharedStore(self.shared)):
             store.open_for_writing()
         folders = {

@@ -67,7 +67,7 @@ def impatient() -> None:
 
 
 def break_network(lab: Lab, action: str) -> list[str]:
-    """The command ends well with the right bytes, or with an error of its own; without faults it then works, and leaves
+    """The command succeeds with the right bytes, or with an error of its own; without faults it then works, and leaves
     nothing.
     """
     dice, version = lab.dice, lab.dice.randrange(len(lab.recipes))

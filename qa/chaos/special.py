@@ -1,4 +1,4 @@
-"""Pipes, devices, folders, circles of links and 40 GB of nothing in the place of a file; hostile folders of runs.
+"""Pipes, devices, folders, circles of links and 40 GB of nothing instead of a file; hostile folders of runs.
 
 Every command ends in 20 s and 3 GB, without a traceback, and prints nothing that a link leads to.
 """
@@ -27,7 +27,7 @@ class Target:
     path: Path
     commands: Sequence[Sequence[str | Path]]
     environment: Mapping[str, str] = field(default_factory=dict)
-    of_user: bool = False  # of the user alone: a link there is the user's, and what it leads to may be shown
+    of_user: bool = False  # of the user alone: a link there is the user's, and what it points to may be shown
 
 
 def special_file(lab: Lab) -> list[str]:

@@ -35,7 +35,7 @@ BOUNDS = {
 }  # seconds from the fault to the end, on a busy machine
 # What an end by a fault has to say of the run's state, one of them.
 LOST = (
-    "goes on from",
+    "continues from",
     "is the newest checkpoint",
     "no checkpoint was saved",
     "nothing is saved",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.hostile import VALUES
 
-# What parsers stumble over: numbers at the edges of their types, paths that lead out, deep nesting, bytes that are no
+# What parsers stumble over: numbers at the edges of their types, paths that point out, deep nesting, bytes that are no
 # text.
 TOKENS = (
     b"",

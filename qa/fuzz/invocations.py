@@ -35,7 +35,7 @@ _MADE = {("--runs", "no/such/file"), ("--to", "no/such/file")}  # folders that a
 def commands(
     group: click.Group | None = None, way: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Yield the names that lead to each command, and the command."""
+    """Yield the names of each command, and the command."""
     group = group or root
     context = click.Context(group)
     for name in group.list_commands(context):

@@ -685,7 +685,7 @@ def sif_of(world: World, layer: bytes) -> bytes:
 
 
 def packages(world: World) -> Case:
-    """The databases of packages in an image, and what it says of itself, each in the place of the others."""
+    """The databases of packages in an image, and what it says of itself, each instead of the others."""
     names = (
         "var/lib/dpkg/status",
         f"{samples.SITE}/torch-2.11.0.dist-info/METADATA",

@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--size", type=int, action="append", help="only heads of this size, in place of 64, 80 and 128")
+    parser.add_argument("--size", type=int, action="append", help="only heads of this size, instead of 64, 80 and 128")
     parser.add_argument("--without", action="append", default=[], metavar="KERNEL", help='leave one out: "one by one"')
     args = parser.parse_args()
     results = measure(args.tokens, args.heads, args.repeats, args.size or SIZES, args.without)

@@ -5,7 +5,7 @@
     GPU machine  carry_image.py unpack FOLDER --to DIR                                     DIR/*.sif
 
 Of what the GPU machine's Python environment has, only the name travels. An ELF file that it has in another build (torch
-for Python 3.12 in place of 3.11) travels as what differs (zstd --patch-from), all else compressed, each content once
+for Python 3.12 instead of 3.11) travels as what differs (zstd --patch-from), all else compressed, each content once
 for all layers. Over there SquashfsWriter, whose bytes depend on nothing else, writes the layers again, and each SIF's
 SHA-256 has to be the one it has here.
 
@@ -94,7 +94,7 @@ def pack(sifs: Sequence[Path], options: argparse.Namespace) -> None:
         with gzip.open(options.survey, "rt") as file:
             existing = Survey(**json.load(file))
     except (OSError, EOFError, ValueError, TypeError) as error:
-        raise ValueError(f"{options.survey} is no survey: {error}") from error
+        raise ValueError(f"{options.survey} is not a survey: {error}") from error
     options.to.mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=options.to) as name:
         cargo = Cargo(Path(name), existing, options.have)
@@ -239,7 +239,7 @@ class Cargo:
 
 
 def compress(path: Path, original: Path | None, options: argparse.Namespace) -> Path:
-    """Return the file that takes the place of ``path``. With --cache, one of an earlier run serves."""
+    """Return the file that replaces ``path``. With --cache, one of an earlier run serves."""
     out = path.with_name(f"{path.name}.zst")
     key = [digest_of(path), original and digest_of(original), options.level]
     known = options.cache and options.cache / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.zst"
@@ -306,7 +306,7 @@ def unpack(folder: Path, to: Path, zstd: str) -> int:
 
 
 def join_archive(paths: Sequence[Path], work: Path) -> None:
-    """Extract what split_archive() wrote. Raises ValueError for a missing file, and for a name that leads elsewhere."""
+    """Extract what split_archive() wrote. Raises ValueError for a missing file, and for a name outside the folder."""
     names = [path.name for path in paths]
     if not paths or names != [f"part-{number:03}" for number in range(len(paths))]:
         raise ValueError(f"part-000 and all that follow are needed, not {', '.join(names) or 'an empty folder'}")
@@ -320,7 +320,7 @@ def join_archive(paths: Sequence[Path], work: Path) -> None:
                 for item in tar:
                     content = tar.extractfile(item) if item.isreg() and is_basename(item.name) else None
                     if content is None:
-                        raise ValueError(f"{item.name!r} is no plain file")
+                        raise ValueError(f"{item.name!r} is not a plain file")
                     with (work / item.name).open("xb") as out:
                         shutil.copyfileobj(content, out)
         except (tarfile.TarError, FileExistsError) as error:
@@ -328,10 +328,10 @@ def join_archive(paths: Sequence[Path], work: Path) -> None:
 
 
 def path_below(folder: Path, relative: str) -> Path:
-    """Return ``folder / relative``. Raises ValueError for a path that leads out of it."""
+    """Return ``folder / relative``. Raises ValueError for a path that points out of it."""
     path = PurePosixPath(relative)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise ValueError(f"{relative!r} is no path below {folder}")
+        raise ValueError(f"{relative!r} is not a path below {folder}")
     return folder / path
 
 
@@ -369,7 +369,7 @@ def write_layer(layer: Fields, existing: Path, work: Path, out: Path) -> str:
 
 
 def read_source(source: Source, size: int, existing: Path, work: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file of a layer. Raises ValueError for a path that leads elsewhere."""
+    """Yield the bytes of a file of a layer. Raises ValueError for a path that points elsewhere."""
     kind, name, offset = source
     with path_below(existing if kind == "existing" else work, name).open("rb") as file:
         file.seek(offset)
@@ -379,7 +379,7 @@ def read_source(source: Source, size: int, existing: Path, work: Path) -> Iterat
 def write_image(to: Path, name: str, image: Fields, blobs: Mapping[str, Path]) -> bool:
     """Write a SIF of checked layers; return whether it is the file that was packed."""
     if not is_basename(name):
-        raise ValueError(f"{name!r} is no file name")
+        raise ValueError(f"{name!r} is not a file name")
     header = SifHeader(
         image.text("id"),
         image.text("deffile"),

@@ -375,7 +375,7 @@ def main() -> int:
         image = read_image(sif)
     except (subprocess.CalledProcessError, ValueError) as error:
         reason = getattr(error, "stderr", "") or str(error)
-        print(f"error: {sif} cannot be run, or is no image of Ekiben's: {reason}", file=sys.stderr)
+        print(f"error: {sif} cannot be run, or was not built by Ekiben: {reason}", file=sys.stderr)
         return 1
     record["image"] = image.metadata
     with tempfile.TemporaryDirectory() as scratch:

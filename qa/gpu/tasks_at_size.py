@@ -275,7 +275,7 @@ def run_lora(runner: Runner) -> dict[str, Any]:
         results["chat"] = finish(runner, "chat", "--adapter", adapter, *question)
         results["chat, merged"] = finish(runner, "chat", "--model", merged, *question)
     if runner.has_task("generate"):
-        config = runner.folder / "generate.yaml"  # in place of the recipe's, whose data have other columns
+        config = runner.folder / "generate.yaml"  # instead of the recipe's, whose data have other columns
         config.write_text("max_new_tokens: 64\n")
         for name, options in {"adapter": ("--adapter", adapter), "merged": ("--model", merged)}.items():
             output = runner.folder / f"{name}.jsonl"
@@ -322,7 +322,7 @@ def run_two_gpus(runner: Runner) -> dict[str, Any]:
         differences[name] = largest_difference(uninterrupted["losses"], resumed["losses"])
     answers = {}
     if runner.has_task("generate"):
-        config = runner.folder / "generate.yaml"  # in place of the recipe's, whose data have other columns
+        config = runner.folder / "generate.yaml"  # instead of the recipe's, whose data have other columns
         config.write_text("max_new_tokens: 64\n")
         for gpus in (1, 2):
             output = runner.folder / f"answers-{gpus}.jsonl"
@@ -504,7 +504,7 @@ def run_attention(runner: Runner, *, model: str, kernel: str) -> dict[str, Any]:
         results["long"] = train(runner, model, "long", *longer, lengths="long")
         compiled = (*longer, "compile=true", "max_steps=24")  # the first steps compile, and again for other sizes
         results["long, compiled"] = train(runner, model, "long-compiled", *compiled, lengths="long")
-    refused = [any("take attention=auto" in line for line in result["output"]) for result in results.values()]
+    refused = [any("use attention=auto" in line for line in result["output"]) for result in results.values()]
     passed = all(refused) or all(result["exit_code"] == 0 for result in results.values())
     return {"passed": passed, "is_missing": all(refused), **results}
 

@@ -149,7 +149,7 @@ def test_out_of_memory_shrinks_micro_batches(base: Path, tmp_path: Path, capsys:
         assert train.train(settings, RECIPE, tmp_path / "tight") == 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "out of GPU memory: going on with packs" in capsys.readouterr().out
+    assert "out of GPU memory: continuing with packs" in capsys.readouterr().out
     assert losses_of(tmp_path / "tight") == pytest.approx(losses_of(tmp_path / "free"), rel=5e-3)
 
 

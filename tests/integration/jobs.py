@@ -127,7 +127,7 @@ def check_scripts_by_hand(submitter: Submitter) -> None:
 
 
 def check_no_second_start(submitter: Submitter) -> None:
-    """Submit the script of a running job by hand: that ends with one sentence, and the run goes on as it was."""
+    """Submit the script of a running job by hand: that ends with one sentence, and the run continues as it was."""
     run = submitter.submit("fake", "--time", "10m", "--", "--until", "2")
     submitter.wait_for_start(1)
     folder = submitter.folder / "ekiben-runs" / run

@@ -91,7 +91,7 @@ def reader(number: int, say: Callable[[str], None], shared_dir: Path, images: li
                     found = hashlib.file_digest(stream, "sha256").hexdigest()
             except FileNotFoundError:
                 # Pruned since it was listed. Where `current` came to lead to it meanwhile, it is put back at once.
-                assert path.name != "current" or comes_back(path), "current leads nowhere"
+                assert path.name != "current" or comes_back(path), "current points nowhere"
                 continue
             name = name.removesuffix(" (deleted)").rpartition("__")[2]  # or in trash/ by now
             assert name.removesuffix(".sif").endswith(found[:12]), f"{name} has the digest {found}"

@@ -395,7 +395,7 @@ REFUSED_STAGES: dict[str, tuple[str, str, str, str]] = {
     "into a folder with a slash": (
         "mkdir /opt/a; printf x >/opt/a/x",
         "%files from first\n    /opt/a /srv/",
-        "/opt/a is a folder; name where it goes: /srv/a",
+        "/opt/a is a folder; name its destination: /srv/a",
         "a stage's folder into a folder",
     ),
     "a file into a folder": (

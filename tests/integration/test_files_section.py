@@ -56,8 +56,8 @@ REFUSED = {
     "a pattern without a match": ("z*.txt /opt", "matches"),
     "a dangling link": ("dangling /opt", "a link to nowhere, which does not exist"),
     "a dangling link in a folder": ("bad /opt", "a link to nowhere, which does not exist"),
-    "a file below a file": ("a /etc/conf/a", "/etc/conf is no folder"),
-    "a folder onto a file": ("void /etc/conf", "is no folder in the layers below"),
+    "a file below a file": ("a /etc/conf/a", "/etc/conf is not a folder"),
+    "a folder onto a file": ("void /etc/conf", "is not a folder in the layers below"),
 }
 
 

@@ -131,7 +131,7 @@ def test_verify_on_a_full_disk(disk: Path, run: RunCli, files_only: SampleRecipe
                 while True:
                     file.write(bytes(1 << 16))
         done = run("--store", disk / "store", "verify", files_only.path, "--sif", disk / "own.sif", code=None)  # type: ignore[arg-type]
-        # The base of this test is no system: its tests cannot run.
+        # The base of this test is not a system: its tests cannot run.
         assert "read every blob: " in done.stderr  # all of them were read
         assert "left in" not in done.stderr, done.stderr
 

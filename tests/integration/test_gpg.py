@@ -43,9 +43,9 @@ def test_signing_key_is_the_only_default_or_named_one(ring: Keyring, alice: Key)
     bob = Key(ring.make(BOB), BOB)
     with pytest.raises(UsageError) as caught:
         find_key()
-    assert str(caught.value) == f"--sign: 2 keys can be meant:\n  {alice}\n  {bob}"
+    assert str(caught.value) == f"--sign: 2 keys match:\n  {alice}\n  {bob}"
     assert find_key("bob@example.org") == find_key(bob.fingerprint) == bob
-    with pytest.raises(UsageError, match="2 keys can be meant"):
+    with pytest.raises(UsageError, match="2 keys match"):
         find_key("example.org")
     (ring.home / "gpg.conf").write_text(f"default-key {alice.fingerprint}\n")
     assert find_key() == alice

@@ -1,4 +1,4 @@
-"""What is missing, full, damaged or out of reach: one clear error, nothing half-made, and the next run goes on."""
+"""What is missing, full, damaged or out of reach: one clear error, nothing half-made, and the next run continues."""
 
 from __future__ import annotations
 

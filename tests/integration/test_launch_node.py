@@ -286,7 +286,7 @@ for host in a b; do
     ip netns add $host
     ip -n $host link set lo up
 done
-# Two networks between them, and the interfaces have other names on each side; eth0 leads nowhere.
+# Two networks between them, and the interfaces have other names on each side; eth0 points nowhere.
 ip link add slow0 netns a type veth peer name enp1s0 netns b
 ip link add fast0 netns a type veth peer name hsn7 netns b
 ip -n a link add eth0 type veth peer name away

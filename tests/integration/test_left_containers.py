@@ -83,7 +83,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 def killed(
     request: pytest.FixtureRequest, workspace: Workspace, recipe_folder: RecipeFolder, new_store: NewStore
 ) -> Iterator[Killed]:
-    """The kind, who gave the command, and its arguments; it was killed while the image was tested, and would end well
+    """The kind, who gave the command, and its arguments; it was killed while the image was tested, and would succeed
     now.
     """
     kind, user = request.param

@@ -27,7 +27,7 @@ def test_offline_build_gives_the_same_image(cli: Cli, hello: Path, workspace: Wo
     store = workspace.store(ME, "offline")
     alone = ("unshare", "--net")
     refused = cli.run("--store", store, "image", "hello", "--offline", cwd=folder, code=2, prefix=alone)
-    assert "give what it is built from with --bundle" in refused.stderr
+    assert "pass its sources with --bundle" in refused.stderr
     options = ("--engine", "apptainer", "--format", "sif", "-o", "off.sif", "--json")
     argv = ("image", "hello", "--bundle", "hello.bundle", *options)
     made = json.loads(cli.run("--store", store, *argv, cwd=folder, prefix=alone).stdout)

@@ -130,9 +130,9 @@ def test_folder_of_everybody_is_refused(user: Store, host: str) -> None:
     [
         ("oras://{host}/lab/nothing:1", FetchError, "has no image lab/nothing with the tag 1"),
         ("{host}/lab/nothing", FetchError, "has no image lab/nothing with the tag latest"),
-        ("oras://{host}/Lab/own:1", UsageError, "is no reference to an image"),
+        ("oras://{host}/Lab/own:1", UsageError, "is not a reference to an image"),
         ("library://lab/own:1", UsageError, "'library://' is not known; oras://, docker://"),
-        ("oras://{host}/lab/own@sha256:12", UsageError, "is no reference to an image"),
+        ("oras://{host}/lab/own@sha256:12", UsageError, "is not a reference to an image"),
         ("oras://{host}/lab/own@sha256:" + "0" * 64, FetchError, "404"),
         ("oras://no.such.host.invalid/lab/own:1", FetchError, "no.such.host.invalid"),
     ],

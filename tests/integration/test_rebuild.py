@@ -37,7 +37,7 @@ def test_files_that_differ_are_named(cli: Cli, recipe_folder: RecipeFolder, new_
     )
     assert made["built"] == ["when", "own"]
     done = cli.run("--store", store, "verify", recipe_folder.path, "--rebuild", "--engine", "apptainer", code=8)
-    assert "own: 1 of 3 layers came out differently:" in done.stderr
+    assert "own: 1 of 3 layers differ:" in done.stderr
     assert "layer when:" in done.stderr
     assert "1 entries differ" in done.stderr
     assert "opt/when/it-was: content" in done.stderr

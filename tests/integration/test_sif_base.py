@@ -174,7 +174,7 @@ def test_sif_in_a_registry_is_a_base(lab: Lab, cli: Cli) -> None:
     (folder / "bases.lock").write_text(json.dumps({f"oras://{name}:1": {platform(): f"sha256:{'0' * 64}"}}))
     with pytest.raises(FetchError, match="404"):
         lab.build(text)
-    with pytest.raises(FetchError, match="is no SIF"):
+    with pytest.raises(FetchError, match="is not a SIF"):
         lab.build(f"Bootstrap: oras\nFrom: {pushed_image()}\n")
 
 

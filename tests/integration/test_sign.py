@@ -235,7 +235,7 @@ def test_signature_of_another_image_is_refused(tmp_path: Path, alice: Key) -> No
         SifHeader(ID, DEFFILE, "amd64", EPOCH),
         signature=Signature(data, alice.fingerprint, hash),
     )
-    assert "signed is no signature of a SIF" in refusal(tmp_path / "x.sif")
+    assert "signed is not a signature of a SIF" in refusal(tmp_path / "x.sif")
 
 
 def test_unsigned_or_unknown_signer_is_refused(tmp_path: Path, stranger: Key, ring: Keyring) -> None:
@@ -289,7 +289,7 @@ def test_signing_again_gives_the_same_file(files_only: SampleRecipe, store: Stor
     one, other = put(files_only, store, tmp_path / "one", alice), put(files_only, store, tmp_path / "other", alice)
     assert one.sif.name == other.sif.name
     assert one.sif.read_bytes() == other.sif.read_bytes()
-    # A signature that is kept and is damaged, or of something else, is made anew.
+    # A signature that is kept and is damaged, or of something else, is made again.
     kept = next((store.root / "checks").glob("signature-*"))
     for wrong in (b"garbage", gpg.sign(b"something else", alice, clear=True)[0]):
         edit_record(kept, signature=wrong.decode())
@@ -302,7 +302,7 @@ def test_sign_and_verify_by_command(
 ) -> None:
     argv = ("--store", store.root, "publish", files_only.path, "--to", tmp_path / "lab", "--no-verify")
     refused = run_cli(*argv, "--sign", code=2)
-    assert "2 keys can be meant" in refused.stderr
+    assert "2 keys match" in refused.stderr
     assert not (tmp_path / "lab/images/own").exists()
     done = run_cli(*argv, "--sign", "alice@example.org")
     assert f"signed     by {alice}" in done.stdout
@@ -461,7 +461,7 @@ def test_invalid_signature_in_a_registry_is_refused(
         alice = gpg.find_key(ALICE)
         data, _ = gpg.sign(b'{"critical": {"type": "a poem"}}', alice, clear=False)
         registry.attach(digest, MEDIA_SIGNATURE, data, {})
-        assert f"what {alice} signed is no claim about an image" in no_pull(ref, store, folder)
+        assert f"what {alice} signed is not a claim about an image" in no_pull(ref, store, folder)
         registry.attach(digest, MEDIA_SIGNATURE, b"garbage", {})
         registry.attach(digest, "application/spdx+json", b"{}", {})  # what others attach is none of this
         no_pull(ref, store, folder)

@@ -87,7 +87,7 @@ class Layers:
 
 @dataclass
 class Upper:
-    """``made``: what is there; ``deleted``: what hides; ``opaque``: folders made anew, which hide what was in them."""
+    """``made``: what is there; ``deleted``: what hides; ``opaque``: folders made again, which hide what was in them."""
 
     made: Tree = field(default_factory=dict)
     deleted: set[str] = field(default_factory=set)

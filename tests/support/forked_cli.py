@@ -1,5 +1,5 @@
 """Run build.py in a process forked from one that has imported it: no interpreter starts, no module is compiled or
-loaded anew.
+loaded again.
 
 A server process, one per pytest process, imports the command line and what it imports late. Each request forks it: the
 child gets the request's arguments, environment, folder and outputs, and ends as any Python process does. Nothing of the

@@ -1,6 +1,6 @@
 """A fork server: a process that has imported torch, transformers and peft once and forks to run a script.
 
-``python()`` returns the path of a program to use in place of ``sys.executable``. Run as a script, this file is the
+``python()`` returns the path of a program to use instead of ``sys.executable``. Run as a script, this file is the
 server: ``forkserver.py FOLDER [MODULE…]`` imports the modules, writes FOLDER/python, listens at FOLDER/socket, prints
 "ready", and ends with its standard input. Several runs of pytest can share a server: start each of them with
 FOLDER/python and $EKIBEN_TEST_FORKSERVER.

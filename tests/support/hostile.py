@@ -1,4 +1,4 @@
-"""Damage by a disk or by somebody else: bytes that are no record, names that lead out of a folder, flipped bits."""
+"""Damage by a disk or by somebody else: bytes that are no record, names that point out of a folder, flipped bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bundles that nobody's `ekiben bundle` wrote: names and links that lead out, members that are no files, sizes that
+"""Bundles that nobody's `ekiben bundle` wrote: names and links that point out, members that are no files, sizes that
 lie.
 """
 
@@ -88,10 +88,10 @@ def hostile_bundles(canary: Path) -> dict[str, Callable[[], bytes]]:
         ],
         "link to itself": [Item("include/l", type=LINK, link="l")],
         "circle of links": [Item("include/a", type=LINK, link="b"), Item("include/b", type=LINK, link="a")],
-        "link in the place of include": [Item("include", type=LINK, link=str(folder)), Item(f"include/{name}")],
-        "link in the place of wheels": [Item("wheels", type=LINK, link=str(folder)), Item(f"wheels/{name}")],
-        "link in the place of debs": [Item("debs", type=LINK, link=str(folder)), Item(f"debs/{name}")],
-        "link in the place of compiled": [Item("compiled", type=LINK, link=str(folder)), Item(f"compiled/{name}")],
+        "link instead of include": [Item("include", type=LINK, link=str(folder)), Item(f"include/{name}")],
+        "link instead of wheels": [Item("wheels", type=LINK, link=str(folder)), Item(f"wheels/{name}")],
+        "link instead of debs": [Item("debs", type=LINK, link=str(folder)), Item(f"debs/{name}")],
+        "link instead of compiled": [Item("compiled", type=LINK, link=str(folder)), Item(f"compiled/{name}")],
         "link, then the file": [Item("include/l", type=LINK, link=str(canary)), Item("include/l")],
         "hard link": [Item("include/h", type=HARD, link="/etc/passwd")],
         "hard link with ..": [Item("include/h", type=HARD, link=f"{up}/etc/passwd")],

@@ -117,12 +117,12 @@ def modes(other: str) -> dict[str, tuple[Reply, str]]:
         "long JSON": (always(200, long_json()), "it is not an object"),
         "token with control characters": (
             token_server(always(200, b'{"token": "\\u001b[31mred"}')),
-            "gives no token: 200",
+            "returned no token: 200",
         ),
-        "token that is none": (token_server(always(200, b"[]")), "gives no token: 200"),
+        "token that is none": (token_server(always(200, b"[]")), "returned no token: 200"),
         "long token": (token_server(always(200, b'"' + b"t" * (5 * MB))), "sends more than the expected 4194304 bytes"),
-        "token elsewhere": (token_server(elsewhere), "which does not get your login|gives no token: 307"),
-        "everything elsewhere": (with_login(elsewhere), "something that is no image's manifest|which answers"),
+        "token elsewhere": (token_server(elsewhere), "which does not get your login|returned no token: 307"),
+        "everything elsewhere": (with_login(elsewhere), "something that is not an image's manifest|which answers"),
         "silent": (always(200, b"x", Content_Length="1000"), "broke off: "),
     }
 
@@ -150,7 +150,7 @@ def other_host(kind: str) -> Script:
 
 
 def leading(challenge: str, to: Callable[[str, str], str], code: Callable[[], int], step: str) -> Script:
-    """A registry with a login that leads elsewhere at ``step``: "data" the redirects of requests, "upload", or
+    """A registry with a login that redirects elsewhere at ``step``: "data" the redirects of requests, "upload", or
     "token".
     """
 

@@ -148,7 +148,7 @@ def exchanged(value: dict[str, Any], way: tuple[str | int, ...], new: Any) -> by
 
 
 def make_special(kind: str, path: Path, secret: Path) -> None:
-    """Put what is no file of its own in the place of a file."""
+    """Put what is not a file of its own instead of a file."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)

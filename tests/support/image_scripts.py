@@ -35,8 +35,8 @@ def package(site: Path, name: str, files: dict[str, bytes], version: str = "1.0"
 
 
 def record(site: Path, name: str) -> dict[str, tuple[str, str]]:
-    rows = csv.reader((site / f"{name}-1.0.dist-info" / "RECORD").read_text().splitlines())
-    return {path: (digest, size) for path, digest, size in rows}
+    lines = csv.reader((site / f"{name}-1.0.dist-info" / "RECORD").read_text().splitlines())
+    return {path: (digest, size) for path, digest, size in lines}
 
 
 def strip_packages(site: Path) -> str:

@@ -1,5 +1,5 @@
 """What tests of tasks share: several processes of one run, as torchrun would start them, as forks of this one (so that
-not each imports torch anew), and an environment that is afterwards as it was."""
+not each imports torch again), and an environment that is afterwards as it was."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def bad_registry(script: Script) -> Iterator[tuple[str, list[tuple[str, str, dic
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.handle_error = lambda *args: None  # type: ignore[method-assign]  # a client that goes is no error here
+    server.handle_error = lambda *args: None  # type: ignore[method-assign]  # a client that goes is not an error here
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -50,7 +50,7 @@ def broken_sifs(folder: Path) -> dict[str, str]:
         "text.sif": (b"#!/bin/sh\necho hello\n" * 1000, "not a SIF file"),
         "short.sif": (good[:-1000], "truncated: data object 2 ends behind the file's "),
         "table.sif": (good[:6000], "truncated: "),
-        "zeros.sif": (good[:where] + bytes(len(good) - where), "damaged: data object 2 should be a squashfs"),
+        "zeros.sif": (good[:where] + bytes(len(good) - where), "damaged: data object 2 is not a squashfs"),
         "data.sif": (good[:4096] + bytes(len(good) - 4096), "there is no image in this SIF"),
     }
     for name, (data, _) in files.items():

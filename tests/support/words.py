@@ -147,7 +147,7 @@ REASONS = {  # each term that is still counted → the meaning in which it stays
     "packs": "several of them",
     "part": "a piece of a path, of a word or of a file",
     "parts": "several of them",
-    "place": "a folder or an address, in images and tests; PLACE in help",
+    "place": "a folder or an address, in images and tests",
     "places": "paths where a rule may look",
     "prove": "tasks: to show by an example",
     "proven": "tests: the same",

@@ -177,8 +177,8 @@ def test_each_call_of_the_kernel_in_an_open_folder_is_relative_to_it() -> None:
     assert calls_by_path(ROOT / "ekiben/core/inner_path.py") == {"folder Folder.open"}
 
 
-# Files that are read by other means than the one reader, which refuses what is no regular file, or too large, and never
-# waits (core/checked.read_regular, core/files.open_regular, Folder.open_file): FILE FUNCTION CALL → why.
+# Files that are read by other means than the one reader, which refuses what is not a regular file, or too large, and
+# never waits (core/checked.read_regular, core/files.open_regular, Folder.open_file): FILE FUNCTION CALL → why.
 READ_OTHERWISE = {
     "api.py logs path.read_text": "of an instance that this process started, in the user's home",
     "artifacts/partial.py _open open": "a new file in a private folder, by its descriptor",

@@ -35,7 +35,7 @@ FOLDERS = "bench|docs|ekiben|entrypoints|images|qa|recipes|sites|tests"
 
 
 def load(path: Path) -> ModuleType:
-    """Import a script below docs/, which is no package."""
+    """Import a script below docs/, which is not a package."""
     spec = spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = module_from_spec(spec)

@@ -1,6 +1,6 @@
 """Cache keys of every recipe on every stack, recorded once. A change of a lower layer's key rebuilds it for everyone.
 
-``python tests/unit/test_golden_keys.py`` writes the file anew: for a change that means to change keys.
+``python tests/unit/test_golden_keys.py`` writes the file again: for a change that means to change keys.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Exporter(Protocol):
     """One format. As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
 
     PREFERENCE: int  # formats that nobody asked for are exported in this order
-    SUFFIX: str | None  # suffix of its file; None: it writes none
-    FALLBACK: str | None  # the format to take where this one cannot be used
+    SUFFIX: str | None  # suffix of its file; None: it writes no file
+    FALLBACK: str | None  # the format used where this one cannot be
 
     def is_default(self) -> bool:
         """Return whether this format is exported when none is named."""

@@ -55,7 +55,7 @@ def make_archive(image: Image, store: Store, out: Path, *, on_bytes: Callable[[i
         os.rename(temporary, out)
     except OSError as error:
         raise StoreError(
-            f"{out} cannot be written: {reason_of(error, out)}; it takes "
+            f"{out} cannot be written: {reason_of(error, out)}; it needs "
             f"{sum(layer.tar_size for layer in image.layers) / 1e9:.1f} GB"
         ) from error
     finally:

@@ -43,7 +43,7 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
                 if sif.artifact.created:
                     progress.log(f"{target} {'is left as it was' if target.exists() else 'is not written'}")
                 raise
-            except OSError as error:  # not the file's: new_sif() would take it for that
+            except OSError as error:  # not the file's name, which new_sif() would expect
                 raise EngineError(f"the tests of {target} cannot be run: {error}") from error
     return sif.artifact
 
@@ -81,12 +81,12 @@ class NewSif:
 def making_sif(
     image: Image, store: Store, out: Path, options: ExportOptions, on_bytes: Callable[[int], None]
 ) -> Iterator[NewSif]:
-    """Write a SIF of the image's layers, yield it, and let it take the place of ``out`` when the block ends without an
+    """Write a SIF of the image's layers, yield it, and let it replace ``out`` when the block ends without an
     exception. A file that is there and has the image stays.
 
     The SHA-256, where ``options`` ask for it, is computed while the file is written and the block runs, and stored for
     publish, push and submit. It depends on the layers alone, so one value holds for every SIF of them; but not for a
-    squashed one, which is compressed anew.
+    squashed one, which is compressed again.
     """
     squash, unchanged = options.squash, None
     header = image.squashed_header() if squash else image.sif_header(store)

@@ -7,7 +7,7 @@ imports inside `entries`.
 
 An agent may have further functions, which ekiben.spec.bases_lock calls. ``image_reference(header)`` names the image of
 a registry, whose tag bases.lock binds: the header that the other functions get has its digest in ``from``.
-``locked_digests(reference, platforms)`` returns these digests where it is no image of a registry.
+``locked_digests(reference, platforms)`` returns these digests where it is not an image of a registry.
 ``image_file(header)`` names a file, and ``file_digest(path, header, arch)`` returns its digest: their header has
 ``file``, the path, and ``digest``.
 """
@@ -36,8 +36,8 @@ class Base(Agent, Protocol):
 
         ``staging`` is a folder for the agent's own use.
 
-        ``notes`` takes what is worth keeping about the layer, and the name of what made it as ``executor``.
-        Raises EngineError when a program is missing, FetchError when something does not come.
+        ``notes`` receives facts to record about the layer; its ``executor`` is the program that made it.
+        Raises EngineError when a program is missing, FetchError when a download fails.
         """
 
 

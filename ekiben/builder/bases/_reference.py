@@ -1,4 +1,4 @@
-"""What is wrong with the name of a registry's image in a header."""
+"""Validate the image reference of a header."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def entries(
         )
     names = applets(program)
     if not names:
-        raise FetchError(f"{url} is no busybox: it has no list of programs")
+        raise FetchError(f"{url} is not a busybox: it has no list of programs")
     first, *rest = sorted({*names, "busybox"}, key=lambda name: sort_key(f"bin/{name}"))
     bytes_of = {**_FILES, f"bin/{first}": program}
     items = [*folder_entries(layer.epoch), Entry("bin", "dir", 0o755, mtime=layer.epoch)]

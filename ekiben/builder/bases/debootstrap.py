@@ -30,8 +30,8 @@ _MIRROR = re.compile(r"[a-z][a-z+]*:/[!-~]+")
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+)?")
 
 
-# dpkg waits for the disk after each package. Here it need not, where the kernel can (5.10): what a power failure ends
-# is made anew.
+# dpkg waits for the disk after each package. Here it need not, where the kernel can (5.10): a build that a
+# power failure interrupts starts again.
 _IN_VOLATILE = """
 cd "$TMPDIR/.." && mount -t overlay overlay root -o lowerdir=empty,upperdir=upper,workdir=work,volatile 2>/dev/null
 plain=$1
@@ -91,7 +91,7 @@ def entries(
 def _in_namespace(argv: list[str], staging: Path, stack: contextlib.ExitStack) -> list[str]:
     """Return the command that root runs, and make its folders.
 
-    It mounts /proc, /sys and device nodes below its folder: where nobody else who tidies up can meet them.
+    It mounts /proc, /sys and device nodes below its folder: where no other clean-up finds them.
     (Without root it works under a subordinate id, to which a folder in somebody's home is closed.)
     """
     for name in ("root", "empty", "upper", "work"):
@@ -130,7 +130,7 @@ def _bootstrapped(
         "mmdebstrap",
         "--variant=minbase",
         "--format=tar",
-        # Whether programs of another architecture run here was asked before: mmdebstrap's own check wants one package
+        # Emulation was checked before: mmdebstrap's own check wants one package
         # more.
         *([f"--architectures={arch}", "--skip=check/qemu"] if arch != host_arch() else []),
         *([f"--include={include}"] if include else []),
@@ -153,12 +153,12 @@ def _bootstrapped(
             source_file.open("rb") as stdin,
             spool.open("w+b") as stream,
             piped(argv, stdin=stdin if sources else None, env=environment) as archive,
-            # An archive that ends early is the lesser news: the program's exit code and words come first.
+            # The program's exit code and messages are reported before an archive that ends early.
             contextlib.suppress(tarfile.ReadError),
         ):
             yield from unordered_entries(archive, stream, Lower([]), epoch=layer.epoch, placeholders=True)
             return
-        raise FetchError(f"{layer.name}: mmdebstrap ended well, but what it wrote is no archive")
+        raise FetchError(f"{layer.name}: mmdebstrap succeeded, but its output is not an archive")
     except ProcessError as error:
         for line in error.stderr.splitlines():
             log(line)

@@ -31,7 +31,7 @@ def image_reference(header: Mapping[str, str]) -> str:
 
 
 def key_inputs(header: Mapping[str, str]) -> dict[str, str]:
-    """Return the header without what only a mirror or a stage is named by, and that it has a configuration."""
+    """Return the header without mirrors and stage names, and note that the base has a configuration."""
     inputs = {name: value for name, value in header.items() if value and name not in ("mirrorurl", "stage")}
     return {**inputs, "config": "1"}  # the image's own configuration is in the layer
 

@@ -40,7 +40,7 @@ def image_file(header: Mapping[str, str]) -> str:
 
 
 def file_digest(path: Path, header: Mapping[str, str], arch: str) -> str:
-    """Return the digest of the partitions of a SIF for ``arch``. Raises DefinitionError for what is no such base."""
+    """Return the digest of the partitions of a SIF for ``arch``. Raises DefinitionError for other files."""
     try:
         status = path.stat()
         return _file_digest(path, arch, (status.st_ino, status.st_size, status.st_mtime_ns))
@@ -97,7 +97,7 @@ def key_inputs(header: Mapping[str, str]) -> dict[str, str]:
 def entries(
     layer: Layer, staging: Path, notes: dict[str, Any], sources: PackageSources, log: Callable[[str], None]
 ) -> Iterator[LayerEntry]:
-    """Yield the files of the SIF. Raises FetchError when it is another one than the key's."""
+    """Yield the files of the SIF. Raises FetchError when its digest is not the key's."""
     assert layer.stage is not None
     notes["executor"] = "sif"
     path = Path(layer.stage.header["file"])

@@ -62,7 +62,7 @@ def entries(
     registry = Registry(reference)
     layers = registry.manifest(platform).layers
     if len(layers) != 1 or layers[0].media_type != _MEDIA_SIF:
-        raise FetchError(f"{reference} is no SIF", hint="of a Docker image: Bootstrap: docker")
+        raise FetchError(f"{reference} is not a SIF", hint="of a Docker image: Bootstrap: docker")
     path = staging / "base.sif"
     registry.blob(layers[0].digest, path, count, layers[0].size)
     try:

@@ -1,4 +1,4 @@
-"""What the commands about submitted jobs share."""
+"""Options and checks shared by the commands for jobs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _runs_option(callback: Callable[..., Path] | None) -> Callable[[Function], F
 
 
 def request_with_defaults(context: Context, request: JobRequest, site: Site | None) -> JobRequest:
-    """Return a request with what the user's settings and the site add. Raises UsageError for a wrong one."""
+    """Return a request completed by the user's settings and the site. Raises UsageError for a wrong one."""
     defaults = [
         *context.settings.jobs,
         *([site.file.scheduler.defaults] if site and site.file.scheduler else []),
@@ -68,7 +68,7 @@ def request_with_defaults(context: Context, request: JobRequest, site: Site | No
 def scheduler_of(site: Site | None) -> str:
     """Return the site's scheduler, or the one that is here. Raises UsageError when a site names none."""
     if site and site.file.scheduler is None:
-        raise UsageError(f"{site.name} names no scheduler; say --scheduler")
+        raise UsageError(f"{site.name} names no scheduler; use --scheduler")
     if site and site.file.scheduler:
         scheduler = site.file.scheduler.kind
         log_decision("scheduler", scheduler, f"of the site {site.name}")

@@ -30,7 +30,7 @@ _COUNT = CountType(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """The node that a user asks for; all None: this machine."""
+    """The requested compute node; all None: this machine."""
 
     site: str | None
     partition: str | None
@@ -62,11 +62,9 @@ def node_options(function: Callable[..., None]) -> Callable[..., None]:
 _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
     click.option("--site", type=NameType(), metavar="NAME|FILE", help="On a compute node of this site."),
     click.option("--partition", type=TextType(), metavar="NAME", help="On a compute node of this partition or queue."),
-    click.option("--account", type=TextType(), metavar="NAME", help="On a compute node that this account pays."),
-    click.option(
-        "--gpus-per-node", type=CountType(0), metavar="N", help="On a compute node, with so many of its GPUs."
-    ),
-    click.option("--cpus-per-node", type=_COUNT, metavar="N", help="On a compute node, with so many of its cores."),
+    click.option("--account", type=TextType(), metavar="NAME", help="On a compute node, charged to this account."),
+    click.option("--gpus-per-node", type=CountType(0), metavar="N", help="On a compute node, with N of its GPUs."),
+    click.option("--cpus-per-node", type=_COUNT, metavar="N", help="On a compute node, with N of its cores."),
     click.option("--memory", type=TextType(), metavar="64G", help="On a compute node, with so much of its memory."),
     click.option(
         "--time", "walltime", type=TextType(), metavar="H:MM:SS", help="On a compute node, for at most this time."
@@ -75,7 +73,7 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
 
 
 def start_on_node(context: Context, image: NamedImage, node: NodeOptions, *, dry_run: bool) -> None:
-    """Become the scheduler's command that runs this very command on a node; return where that is this machine.
+    """Replace this process by the scheduler's command for the same command on a node; return if it is this machine.
 
     Raises UsageError for a node that cannot be had, EngineError where the image is not here or no scheduler is,
     VerifyError where the image lacks the signature that it needs.
@@ -84,7 +82,7 @@ def start_on_node(context: Context, image: NamedImage, node: NodeOptions, *, dry
         return
     if not image.sif.is_file():
         raise EngineError(f"{image.name} cannot be run on a node: {image.sif} is not there", hint=image.build_hint)
-    if image.signature:  # before a queue of hours
+    if image.signature:  # checked before a job waits in the queue
         image.signature.check(image.sif)
     site = find_site(node.site) if node.site else None
     request = JobRequest(
@@ -103,7 +101,7 @@ def start_on_node(context: Context, image: NamedImage, node: NodeOptions, *, dry
     if argv is None:
         title = load(scheduler).TITLE
         raise UsageError(
-            f"{title} starts a shell on a node, and no other program",
+            f"{title} starts only a shell on a node",
             hint="start an interactive job, and this command in it without the options of nodes",
         )
     log_decision("where it runs", "a compute node", "options of a node were given")

@@ -44,7 +44,7 @@ _SHOWN = 4  # edited files that a message names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """How to start an image: which runtime and file, what is shown inside, and what is left out."""
+    """Options of starting an image: runtime, file, binds, variables."""
 
     cpu: bool
     runtime: str
@@ -106,12 +106,14 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
         help="Copy the SIF to the node's own disk first, once for all jobs there.",
     ),
     click.option(
-        "--live", is_flag=True, help="Use the recipe's scripts as they are here, not the image's; run.json records it."
+        "--live", is_flag=True, help="Use the recipe's scripts from this folder, not the image's; run.json records it."
     ),
-    click.option("--build", is_flag=True, help="Build what was edited since the image was built first, and test it."),
+    click.option(
+        "--build", is_flag=True, help="If the recipe was edited since the last build, build and test it first."
+    ),
     sync_option("The same, and lock first where a lock file is missing or out of date."),
-    click.option("--force", is_flag=True, help="Run it even where doctor says that it will fail."),
-    click.option("--dry-run", is_flag=True, help="Print the command, run nothing."),
+    click.option("--force", is_flag=True, help="Run it even if doctor predicts a failure."),
+    click.option("--dry-run", is_flag=True, help="Print the command and do not run it."),
 )
 
 
@@ -225,7 +227,7 @@ def warn_of_edits(
     """
     if image.recipe is None:
         return
-    # late: what resolves recipes
+    # imported here: only these need the resolver
     from ekiben.artifacts.recipe_state import RecipeState, state_in_engine, state_of_sif
 
     if target.takes_sif:
@@ -244,7 +246,7 @@ def warn_of_edits(
         problems.append(f"{compared} with its recipe: {state.reason}")
     if problems:
         fix = f"{state.fix}, then {build}" if state.fix else f"use --build, or {build}"
-        advice = f". To make it anew, {fix}" if changed or state.fix is not None else ""
+        advice = f". To make it again, {fix}" if changed or state.fix is not None else ""
         context.log(f"warning: {shown} {'; '.join(problems)}{advice}")
 
 
@@ -281,7 +283,7 @@ def start_image(
         reason = "--cpu" if start.cpu else "EKIBEN_CPU is set"
     log_decision("GPUs", "all" if request.gpu else "none", reason)
     if not start.dry_run and not start.force:
-        from ekiben.cli.commands._findings import check_this_machine  # late: doctor's rules, for a job that starts
+        from ekiben.cli.commands._findings import check_this_machine  # imported here: only a start needs doctor's rules
 
         check_this_machine(context, target.program, image, gpu=request.gpu)
     if not start.dry_run and start.copy_local:
@@ -343,7 +345,7 @@ def _check_names(recipe: Recipe, start: StartOptions) -> None:
 def _choose_target(image: NamedImage, start: StartOptions) -> launch.Target:
     """Return what runs the image, once the options are seen to go together with it.
 
-    Raises UsageError, EngineError, VerifyError, and StoreError for a file that is no complete SIF.
+    Raises UsageError, EngineError, VerifyError, and StoreError for a file that is not a complete SIF.
     """
     known = engines(start.runtime)
     if start.runtime in known:  # whether or not it is installed
@@ -358,6 +360,6 @@ def _choose_target(image: NamedImage, start: StartOptions) -> launch.Target:
 
 def _refuse_options_of_sif(start: StartOptions, program: str) -> None:
     if start.sif is not None:
-        raise UsageError(f"--sif: {program} runs no SIF; leave the option out, or choose another --runtime")
+        raise UsageError(f"--sif: {program} cannot run a SIF; omit the option, or choose another --runtime")
     if start.copy_local:
-        raise UsageError(f"--copy-local copies a SIF, and {program} runs none; leave the option out")
+        raise UsageError(f"--copy-local copies a SIF, which {program} cannot run; omit the option")

@@ -143,14 +143,14 @@ class ImageResult:
     "formats",
     multiple=True,
     type=PluginType("ekiben.artifacts.exporters", exporters.GROUP, option="--format", kind="format"),
-    help="What to make; may repeat. Default: sif, and docker when a daemon answers.",
+    help="Output format; may repeat. Default: sif, and docker when a daemon answers.",
 )
 @engine_option("What runs the %post scripts.")
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the file here (default: ./RECIPE.sif).")
 @click.option("--squash", is_flag=True, help="Make a SIF of one partition, for tools that read only the first.")
 @click.option("--locked", is_flag=True, help="Refuse packages that are not available exactly as locked.")
 @sync_option("Lock first where a lock file is missing or out of date; locked versions stay.")
-@click.option("--offline", is_flag=True, help="Use no network: what is not stored comes from --bundle.")
+@click.option("--offline", is_flag=True, help="Use no network: packages come from the store or --bundle.")
 @click.option("--bundle", type=PathType(), metavar="FILE", help="Build from this bundle. Implies --offline.")
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the finished image.")
 @click.option("--debug", is_flag=True, help="Open a shell in the half-built layer when its %post fails.")
@@ -222,7 +222,7 @@ def _resolved(
         else:
             yield resolve_synced(context, recipe_options, recipe, sync=request.sync, engine=request.engine)
         return
-    options = replace(recipe_options, arguments={})  # the conversion takes them
+    options = replace(recipe_options, arguments={})  # the conversion uses them
     conversion = Conversion(
         dockerfile=dockerfile, arguments=recipe_options.arguments, arch=recipe_options.arch or host_arch()
     )
@@ -263,7 +263,7 @@ def build_recipe(
     if missing and request.offline and not request.bundle:
         raise UsageError(
             f"--offline: {', '.join(missing)} would have to be built; "
-            f"give what it is built from with --bundle FILE ({command_name()} bundle makes one)"
+            f"pass its sources with --bundle FILE ({command_name()} bundle writes one)"
         )
     with build_inputs(context, recipe_options, resolved, request) as (options, data):
         build_context = BuildContext(resolved, store, options, progress)

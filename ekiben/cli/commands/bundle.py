@@ -63,7 +63,7 @@ class BundleResult:
 @click.command("bundle", cls=Command, help=__doc__)
 @click.argument("recipe", type=RecipeType())
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write it here (default: ./RECIPE.bundle).")
-@click.option("--compiler", is_flag=True, help="Add what build stages need, to compile for other GPUs there.")
+@click.option("--compiler", is_flag=True, help="Add the sources of build stages, to compile for other GPUs there.")
 @engine_option("What fetches the packages.")
 @recipe_options_with(
     include_option(

@@ -83,8 +83,8 @@ class CatalogResult:
     multiple=True,
     metavar="FILE|DIR",
     help=(
-        "Look here for run.json and OUTPUT.run.json of finished runs, and keep what may be shared with the versions"
-        " they used; may repeat."
+        "Search this folder for run.json and OUTPUT.run.json of finished runs, and add their shareable fields to the"
+        " versions they used; may repeat."
     ),
 )
 @json_option

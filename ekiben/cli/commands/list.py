@@ -39,7 +39,7 @@ class ListedImage:
 class ListedVersion:
     """A published version, or one that was: ``state`` is "published", "removed", or why its record cannot be used.
 
-    ``by`` published or removed it at ``time``; ``recorded_by``: who wrote its record anew, "" where nobody else did.
+    ``by`` published or removed it at ``time``; ``recorded_by``: who wrote its record again, "" where nobody else did.
     """
 
     name: str
@@ -76,10 +76,10 @@ class ListResult:
         for item in shown:
             when = f"{'removed' if item.state == 'removed' else 'published'} {item.time[:10]} by {item.by}"
             note = "" if item.state in ("published", "removed") else f"  ({item.state})"
-            note += f"  (record written anew by {item.recorded_by})" if item.recorded_by else ""
+            note += f"  (record written again by {item.recorded_by})" if item.recorded_by else ""
             yield f"{item.name:<{width}}  {when}  {item.description}{note}".rstrip()
         if any(item.state not in ("published", "removed") for item in shown):
-            yield f"\n`{command_name()} publish --repair {self.shared}` writes missing records anew"
+            yield f"\n`{command_name()} publish --repair {self.shared}` writes missing records again"
 
 
 @click.command("list", cls=Command, help=__doc__)

@@ -46,9 +46,7 @@ from ekiben.project.sources import SourceSettings, source_builder
 
 @click.command("lock", cls=Command, help=__doc__)
 @click.argument("stack", default="cu130", metavar="[STACK|FOLDER|RECIPE]", type=NameType())
-@click.option(
-    "--check", is_flag=True, help="Change nothing; print what is out of date, and exit with 9 if something is."
-)
+@click.option("--check", is_flag=True, help="Change nothing; print outdated locks, and exit with 9 if there are any.")
 @click.option("--keep", is_flag=True, help="Keep every version that still fits, and add only what is new.")
 @click.option("--outdated", is_flag=True, help="Change nothing; print which Python packages have a newer release.")
 @click.option(
@@ -61,7 +59,7 @@ from ekiben.project.sources import SourceSettings, source_builder
     ),
 )
 @arch_option("Lock for this processor only (default: all that stack.yaml names).")
-@click.option("--mirror", type=TextType(), metavar="URI", help="A Debian archive (default: as apt has it here).")
+@click.option("--mirror", type=TextType(), metavar="URI", help="A Debian archive (default: apt's on this machine).")
 @click.option("--only-binary", is_flag=True, help="Refuse packages without a wheel (default: their sources are built).")
 @engine_option("What builds the sources of packages without a wheel.")
 @include_option()
@@ -127,7 +125,7 @@ def _print_outdated(bases: Bases) -> None:
 
 
 def _compare(locks: Mapping[Path, Mapping[str, str]], *, outdated: bool, advisories: Path | None) -> None:
-    """Print what is newer than, or known of, the versions of each lock file."""
+    """Print newer releases and advisories of the versions in each lock file."""
     pinned = {name: version for versions in locks.values() for name, version in versions.items()}
     if outdated:
         newer = find_newer(pinned)
@@ -143,6 +141,6 @@ def _compare(locks: Mapping[Path, Mapping[str, str]], *, outdated: bool, advisor
         if known:
             raise LockMismatchError(
                 f"advisories of the locked versions are known: {len(known)}",
-                hint="ask for a fixed version in the .in file, then lock with --keep",
+                hint="require a fixed version in the .in file, then lock with --keep",
             )
         click.echo(f"no advisory is known of {len(pinned)} locked packages")

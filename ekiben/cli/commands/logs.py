@@ -32,8 +32,8 @@ from ekiben.run.jobs.runs import log_content
 @click.command("logs", cls=Command, help=__doc__)
 @click.argument("name", required=False, metavar="[RUN]", type=NameType())
 @click.argument("job", required=False, metavar="[JOB]", type=NameType())
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
-@click.option("--rank", type=CountType(0), metavar="N", help="Only what this process of the job wrote.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until the job ends.")
+@click.option("--rank", type=CountType(0), metavar="N", help="Only the output of this process of the job.")
 @runs_option
 @click.pass_obj
 def command(context: Context, /, name: str | None, job: str | None, follow: bool, rank: int | None, runs: Path) -> None:
@@ -47,7 +47,7 @@ def command(context: Context, /, name: str | None, job: str | None, follow: bool
 
 
 def _is_into_file() -> bool:
-    """Return whether stdout is a file. A pipe often leads to a terminal, by way of a pager."""
+    """Return whether stdout is a file. A pipe is often read by a pager on a terminal."""
     with contextlib.suppress(OSError, ValueError):  # stdout without a descriptor
         return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
     return False

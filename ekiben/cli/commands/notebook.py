@@ -62,9 +62,9 @@ _PROGRAM = "usr/local/bin/ekiben-notebook"  # of the layer
     show_default=True,
     type=TextType(),
     metavar="ADDRESS",
-    help="Listen on this address; 0.0.0.0 is for others on the network, who need the token, too.",
+    help="Listen on this address; 0.0.0.0 admits other machines, which need the token, too.",
 )
-@click.option("--no-start", is_flag=True, help="Build the image, start nothing.")
+@click.option("--no-start", is_flag=True, help="Build the image only.")
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in a new image.")
 @definition_options
 @node_options
@@ -108,7 +108,9 @@ def command(
             sync=start.sync,
         )
     elif image.recipe and kind == "sif" and not image.sif.is_file():
-        raise UsageError(f"--dry-run: {image.sif} is not built yet, and would be first", hint="--no-start builds it")
+        raise UsageError(
+            f"--dry-run: {image.sif} is not built yet; it would be built first", hint="--no-start builds it"
+        )
     if no_start:
         return
     start_on_node(context, image, node, dry_run=start.dry_run)

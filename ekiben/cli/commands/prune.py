@@ -46,7 +46,7 @@ _DAYS = click.FloatRange(min=0)
     default=7.0,
     show_default=True,
     metavar="DAYS",
-    help="With --in: quarantine what goes for DAYS, longer than the longest job, before it is removed.",
+    help="With --in: keep removed images in trash/ for DAYS, longer than the longest job.",
 )
 @click.option("--engines", is_flag=True, help="Also remove the layers that engines keep for the next build.")
 @click.option(
@@ -54,7 +54,7 @@ _DAYS = click.FloatRange(min=0)
     is_flag=True,
     help="Also remove compiled wheels that no image was made with (imported ones stay), and unfinished compilations.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be removed, remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
 @click.pass_obj
 def command(
     context: Context,
@@ -74,7 +74,7 @@ def command(
         return
     refuse_ignored("is for a shared folder, which --in names", "unused_for", "grace")
     if engines and dry_run:
-        raise UsageError("--engines removes at once; leave out --dry-run, or --engines")
+        raise UsageError("--engines removes immediately; omit --dry-run or --engines")
     if engines:
         remove_cached_images()
         if not images and not wheels and not context.store.root.exists():  # engines keep layers of other stores, too
@@ -87,7 +87,7 @@ def command(
         click.echo(
             printable(
                 f"warning: {path} is damaged, and may name any layer: none is removed. {heals} writes it again,"
-                f" {forgets} lets go of what only it names"
+                f" {forgets} removes it and what only it names"
             ),
             err=True,
         )
@@ -104,7 +104,7 @@ def remove_cached_images() -> None:
         try:
             if executor.unavailable() is None and (count := executor.remove_cached_images()):
                 click.echo(f"removed {count} layer images of {name}")
-        except EngineError as error:  # what a container uses keeps nothing else
+        except EngineError as error:  # an image that a container uses keeps no other image
             click.echo(printable(f"warning: {error}. {error.hint or ''}".rstrip()), err=True)
 
 
@@ -128,7 +128,7 @@ def prune_shared(folder: Path, names: tuple[str, ...], unused_for: float, grace:
         click.echo(
             printable(f"{'keep  ' if one.keep else 'remove'}  {one.file}  {format_size(one.size)}  {one.reason}")
         )
-    if not grace:  # what went just now is among them, but for --dry-run
+    if not grace:  # includes what was just removed, except with --dry-run
         click.echo(f"{format_size(removed + aside if dry_run else removed)} {would}removed")
         return
     click.echo(

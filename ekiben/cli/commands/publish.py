@@ -3,7 +3,7 @@
 IMAGE is a recipe: its missing layers are built first, and others build on them. FILE.sif, a published NAME[:VERSION]
 or an image of a registry is copied as it is, with its signatures. With --modulefile, Environment Modules and Lmod find
 this version and later ones below DIR/modulefiles. With --repair, records that somebody removed from DIR or damaged are
-written anew, each from its image; nothing else is published.
+written again, each from its image; nothing else is published.
 
 \b
 Examples:
@@ -54,7 +54,7 @@ from ekiben.store import Store
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishResult:
     """``recipe``: "" where a file was published; ``task`` is the first of the recipe, or stands for any command;
-    ``is_current``: the link `current` leads to the version now.
+    ``is_current``: the link `current` points to the version now.
     """
 
     recipe: str
@@ -115,7 +115,9 @@ class RepairResult:
 @click.command("publish", cls=Command, help=__doc__)
 @click.argument("recipe", metavar="IMAGE", required=False, type=RecipeType())
 @click.option("--to", "folder", type=PathType(), metavar="DIR", help="The folder colleagues read.")
-@click.option("--repair", "damaged", type=PathType(), metavar="DIR", help="Write missing records of DIR anew instead.")
+@click.option(
+    "--repair", "damaged", type=PathType(), metavar="DIR", help="Publish nothing; write missing records of DIR again."
+)
 @click.option("--version", type=TextType(), metavar="VERSION", help="Default: the date, as 2026.11.21.")
 @click.option(
     "--tag",
@@ -123,7 +125,7 @@ class RepairResult:
     multiple=True,
     type=TextType(),
     metavar="TAG",
-    help="Add a link beside `current`; may repeat. Its image is never pruned.",
+    help="Add a link NAME next to `current`; may repeat. Its image is never pruned.",
 )
 @click.option("--pin", is_flag=True, help="Never prune this version.")
 @click.option("--no-current", is_flag=True, help="Leave the link `current` as it is.")
@@ -167,7 +169,7 @@ def command(
         _print(context, folder.absolute(), done, not no_current)
         return
     resolved, store, folder = recipe_options.resolve(recipe), context.store, folder.absolute()
-    # An image takes minutes, a refusal none.
+    # Checked before the build, which takes minutes.
     open_destination(folder, names)
     key = find_signing_key(context, sign)
     options = Options(engine=engine, mirror=recipe_options.mirror, registry=context.settings.registry)

@@ -124,7 +124,7 @@ def command(
     options = Options(mirror=recipe_options.mirror, registry=context.settings.registry)
     key = find_signing_key(context, sign) if format_ != "layers" else None
     request = PushRequest(target, format_, key, sbom)
-    check_push(request)  # before a build of minutes
+    check_push(request)  # checked before a build, which takes minutes
     pushed = push(build(BuildContext(resolved, store, options, progress)), store, request, progress)
     use = {
         "docker": f"docker pull {target}",

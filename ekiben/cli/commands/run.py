@@ -35,7 +35,7 @@ from ekiben.run.app import app_command
     "--app",
     metavar="NAME",
     type=TextType(),
-    help="Run a SCIF app of the image (%apprun); what follows IMAGE is the app's.",
+    help="Run a SCIF app of the image (%apprun); the arguments after IMAGE are the app's.",
 )
 @start_options
 @click.pass_obj

@@ -1,8 +1,8 @@
 """Sign an image.
 
 IMAGE is FILE.sif, or a recipe, whose SIF in this folder is signed. The file gets the signature beside those that it
-has, and is replaced at once; a job that has it open keeps the former one. What was published is not changed: -o writes
-a signed copy. An image in a registry is signed there.
+has, and is replaced atomically; a job that has it open keeps the former one. Published images are not changed: -o
+writes a signed copy. An image in a registry is signed there.
 
 \b
 Examples:

@@ -127,12 +127,12 @@ class WrittenRun:
 @click.command("submit", cls=TaskCommand, help=__doc__)
 @click.argument("image", metavar="IMAGE", required=False, type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="TASK [ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
-@click.option("--scheduler", type=_SCHEDULER, help="Default: the site's, else the one that is here.")
+@click.option("--scheduler", type=_SCHEDULER, help="Default: the site's, else the one on this machine.")
 @click.option(
     "--site",
     type=NameType(),
     metavar="NAME|FILE",
-    help="A profile of sites/ or of your own: the cluster's nodes, and how they are requested.",
+    help="A profile of sites/ or a file of yours: the cluster's nodes, and how to request them.",
 )
 @click.option(
     "--partition",
@@ -147,17 +147,17 @@ class WrittenRun:
     "--gpus-per-node",
     type=_COUNT_OR_NONE,
     metavar="N",
-    help="Default: what the site's kind of node has, else 0.",
+    help="Default: those of the site's kind of node, else 0.",
 )
 @click.option("--cpus-per-node", type=_COUNT, metavar="N", help="Default: in proportion to the GPUs.")
 @click.option("--memory", type=TextType(), metavar="64G", help="Memory per node. Default: in proportion to the GPUs.")
-@click.option("--exclusive", is_flag=True, default=None, help="Request nodes that no other job uses.")
+@click.option("--exclusive", is_flag=True, default=None, help="Request nodes exclusively.")
 @click.option(
     "--env",
     multiple=True,
     type=TextType(),
     metavar="NAME[=VALUE]",
-    help="A variable for the task, from here or with this value; may repeat.",
+    help="Pass this variable to the task, with its value here or VALUE; may repeat.",
 )
 @click.option(
     "--bind",
@@ -165,7 +165,7 @@ class WrittenRun:
     multiple=True,
     type=PathType(),
     metavar="DIR",
-    help="Show this folder inside, at its own path; may repeat.",
+    help="Bind this folder at its own path; may repeat.",
 )
 @click.option("--processes-per-node", type=_COUNT, metavar="N", help="Default: one for each GPU.")
 @click.option(
@@ -177,7 +177,7 @@ class WrittenRun:
     metavar="TIME",
     default="5m",
     show_default=True,
-    help="How long before its end a job receives the signal to checkpoint.",
+    help="Time before the job's end at which it receives the signal to checkpoint.",
 )
 @click.option(
     "--max-resubmits",
@@ -185,7 +185,7 @@ class WrittenRun:
     metavar="N",
     default=20,
     show_default=True,
-    help="How often a job that saved goes back into the queue.",
+    help="Maximum number of requeues of a job that saved a checkpoint.",
 )
 @click.option("--seeds", type=TextType(), metavar="1,2,3", help="Submit a job for each; {seed} in ARGS is replaced.")
 @click.option(
@@ -206,7 +206,7 @@ class WrittenRun:
 @click.option(
     "--live",
     is_flag=True,
-    help="Use the recipe's scripts as they are here, not the image's; the run keeps copies of them.",
+    help="Use the recipe's scripts from this folder, not the image's; the run keeps copies.",
 )
 @click.option(
     "--again",
@@ -217,16 +217,16 @@ class WrittenRun:
 @click.option(
     "--force", is_flag=True, help="Submit without these checks: compute nodes, image, the task's own --dry-run."
 )
-@click.option("--build", is_flag=True, help="Build what was edited since the image was built first, and test it.")
+@click.option("--build", is_flag=True, help="If the recipe was edited since the last build, build and test it first.")
 @sync_option("The same, and lock first where a lock file is missing or out of date.")
 @click.option("--wait", is_flag=True, help="Stay until the run is over; the exit code is 1 when a job failed.")
-@click.option("--dry-run", is_flag=True, help="Print the job scripts, submit nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the job scripts; submit nothing.")
 @click.option(
     "-o",
     "--output",
     type=OutputFolder(),
     metavar="DIR",
-    help="With --dry-run: write them to this new folder, from which sbatch or qsub takes them as they are.",
+    help="With --dry-run: write the scripts to this new folder, ready for sbatch or qsub.",
 )
 @new_runs_option
 @json_option
@@ -358,7 +358,7 @@ def _with_sha256(context: Context, image: NamedImage) -> NamedImage:
     """Return an image with the checksum of its SIF, where whoever wrote the file left it."""
     if image.sha256 or not image.sif.is_file():
         return image
-    with contextlib.suppress(StoreError):  # a store that cannot be read knows nothing of it
+    with contextlib.suppress(StoreError):  # the store cannot be read: nothing is known of it
         return replace(image, sha256=known_sif_sha256(image.sif, context.store))
     return image
 
@@ -414,7 +414,7 @@ def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool,
         return
     profile = run.site
     if profile and run.sif.is_file() and not force:
-        from ekiben.cli.commands._findings import check_compute_nodes  # late: doctor's rules, for a job that starts
+        from ekiben.cli.commands._findings import check_compute_nodes  # imported here: needs doctor's rules
 
         check_compute_nodes(context, profile.file, run.sif, gpu=any(step.gpus for step in run.steps))
     if run.sif.is_file() and not force:
@@ -436,7 +436,7 @@ def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool,
 
 def _preflight(context: Context, run: planning.JobPlan) -> None:
     """Check that the image has the tasks, and that each one whose inputs are there takes its arguments."""
-    from ekiben.doctor.preflight import (  # late: for a job that starts
+    from ekiben.doctor.preflight import (  # imported here: needed by a submission only
         JobTask,
         PlannedGpus,
         check_image_of,

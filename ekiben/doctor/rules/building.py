@@ -103,7 +103,7 @@ def _store(host: BuildHost, needed: int) -> list[Finding]:
 
 
 def _output(host: BuildHost, group_name: Callable[[int], str]) -> list[Finding]:
-    """Warn of group folders where a new file has the user's group, whose quota may be 0."""
+    """Warn of group folders in which new files get the user's own group, whose quota may be 0."""
     filesystem = host.output
     if not filesystem.writable:
         return [

@@ -32,7 +32,7 @@ def local_storage(site: SiteFile, checked: CheckedImage) -> list[Finding]:
 
 
 def between_nodes(site: SiteFile, checked: CheckedImage) -> list[Finding]:
-    """Look for what NCCL needs for the site's network: only its log tells that it fell back to TCP."""
+    """Look for what NCCL needs for the site's network: only its log mentions the fallback to TCP."""
     image = checked.image
     if (
         site.network is None or site.network.kind == "ethernet" or image.torch is None or not image.packages
@@ -53,7 +53,7 @@ def between_nodes(site: SiteFile, checked: CheckedImage) -> list[Finding]:
 
 
 def internet(site: SiteFile, checked: CheckedImage) -> list[Finding]:
-    """Say that models and data have to be there before a job starts, where nodes have no internet."""
+    """Report that nodes without internet need models and data before a job starts."""
     if site.node.internet is not False:
         return []
     return [Finding("info", "network", "no internet there: models and data must be in HF_HOME before the job starts")]

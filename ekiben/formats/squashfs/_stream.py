@@ -45,7 +45,7 @@ class StoredInode:
 
     @property
     def is_kept(self) -> bool:
-        """Devices other than the whiteout and sockets are no part of a layer."""
+        """Devices other than the whiteout and sockets are not part of a layer."""
         return self.kind in sq.KINDS and not self.device
 
 
@@ -201,7 +201,7 @@ def stream_entries(named: Iterable[tuple[Entry, PathInode]]) -> Iterator[LayerEn
 
 
 def overlay(layers: Sequence[SquashfsReader]) -> Iterator[PathInode]:
-    """Merge layers as overlayfs does: the top entry counts, directories merge, other entries hide those below."""
+    """Merge layers as overlayfs does: the top entry wins, directories merge, other entries hide those below."""
     height = {id(layer): index for index, layer in enumerate(layers)}
     walks = [layer.walk() for layer in layers]
     last: Order | None = None

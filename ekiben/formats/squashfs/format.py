@@ -14,10 +14,10 @@ Block = bytes | bytearray | memoryview
 MAGIC = 0x73717368
 METADATA_SIZE = 8192
 # Measured on lora-opencalm's 4.8 GB, with ISA-L's gzip: 0.6 % larger than with 256 KiB, and its packages are imported a
-# fifth sooner (a page of a library that is wanted unpacks less that is not); 32 KiB is 1 % larger still and no faster.
+# fifth sooner (reading a page of a library decompresses less); 32 KiB is 1 % larger still and no faster.
 BLOCK_SIZE = 1 << 16
 ABSENT = 0xFFFF_FFFF_FFFF_FFFF  # a table that is not there
-NONE = 0xFFFF_FFFF  # no fragment, no xattr
+NONE = 0xFFFF_FFFF  # value for "no fragment" and "no xattr"
 STORED_BLOCK = 1 << 24  # bit of a block's size word: not compressed
 STORED_METADATA = 1 << 15
 PAD = 4096  # loop devices are made of whole pages
@@ -48,12 +48,12 @@ LIST_ENTRY = struct.Struct("<HhHH")  # inode offset, inode number - base, type, 
 LIST_INDEX = struct.Struct("<3I")  # offset in listing, metadata block, name length - 1
 FRAGMENT = struct.Struct("<Q2I")  # position, size word, unused
 
-BATCH = 1 << 20  # bytes of one worker's job: large enough that the cost of Python does not count
+BATCH = 1 << 20  # bytes of one worker's job: large enough to make Python's overhead negligible
 
 COMPRESSIONS = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
 GZIP, ZSTD = 1, 6
 # What we write: SingularityCE runs nothing that is compressed with zstd, and every kernel reads this. libdeflate's,
-# since its bytes are no matter of the processor; level 2 would be 1 % smaller and take a fifth longer.
+# since its bytes do not depend on the processor; level 2 would be 1 % smaller and take a fifth longer.
 LEVEL = 1
 TYPES: dict[Kind, int] = {"dir": DIR, "file": FILE, "symlink": SYMLINK, "fifo": FIFO, "whiteout": CHAR_DEVICE}
 KINDS: dict[int, Kind] = {DIR: "dir", FILE: "file", SYMLINK: "symlink", FIFO: "fifo", CHAR_DEVICE: "whiteout"}

@@ -31,7 +31,7 @@ from ekiben.formats.xattrs import content_xattrs
 
 CACHED_METADATA = 1024
 _MAX_READ = 2 << 30  # bytes
-CACHED_LISTINGS = 64  # folders in the cache: those above a path, and some beside them
+CACHED_LISTINGS = 64  # folders in the cache: the parents of a path, and some more
 
 
 def compression(path: Path, offset: int = 0) -> str | None:
@@ -80,13 +80,13 @@ class SquashfsReader:
         self._is_zstd = compression == sq.ZSTD
 
     def damaged(self, what: str) -> StoreError:
-        """Return the error that says what is damaged, and where."""
+        """Return an error that names the damage and its position."""
         return StoreError(f"{self._where()}: {what}")
 
     def _where(self) -> str:
         return f"{self._name}: squashfs" + (f" at byte {self._offset}" if self._offset else "")
 
-    # -- what callers ask
+    # -- queries
 
     def lookup(self, path: str) -> Entry | None:
         """Return the entry at ``path``, without following links; every name of a hard link is a file."""
@@ -117,7 +117,7 @@ class SquashfsReader:
         inode = self._find(path)
         if inode is None or inode.kind != sq.FILE:
             raise StoreError(f"{self._name}: no file {path!r} in this image")
-        if inode.size > most:  # it may consist of holes: a file of 60 GB takes 45 kB
+        if inode.size > most:  # a sparse file of 60 GB needs only 45 kB in the archive
             raise self.damaged(f"file {path!r} has {inode.size} bytes, more than the {most} that are read at most")
         data = b"".join(load.run() for load in self._loads(inode))
         if inode.fragment == sq.NONE:
@@ -177,7 +177,7 @@ class SquashfsReader:
         return unpacked
 
     def _unzstd(self, data: bytes, limit: int) -> bytes:
-        if zstandard.frame_content_size(data) > limit:  # believed by decompress(), whatever the limit
+        if zstandard.frame_content_size(data) > limit:  # decompress() trusts this size, whatever the limit
             raise zstandard.ZstdError(f"more than {limit} bytes")
         context: zstandard.ZstdDecompressor | None = getattr(self._contexts, "zstd", None)
         if context is None:
@@ -342,7 +342,7 @@ class SquashfsReader:
         count = size // self.block_size if fragment != sq.NONE else -(-size // self.block_size)
         sizes: tuple[int, ...] = ()
         if count:
-            if count > self._directory_table - self._inode_table << 10:  # more than any compression can hold
+            if count > self._directory_table - self._inode_table << 10:  # more than any compression ratio allows
                 raise self.damaged(f"inode {known[4]} claims {size} bytes")
             sizes = struct.unpack(f"<{count}I", self._take(start, offset, 4 * count)[0])
         xattrs = self._xattrs(xattr)
@@ -370,7 +370,7 @@ class SquashfsReader:
 
     def _references(self, inode: StoredInode) -> dict[bytes, int]:
         """Return a directory's listing by name. It is kept: looking up all paths of a folder reads it once."""
-        listing = inode.start, inode.offset, inode.size  # an empty one begins where another does
+        listing = inode.start, inode.offset, inode.size  # an empty one starts at the same offset as another
         references = self._listings.pop(listing, None)
         if references is None:
             references = {}
@@ -449,5 +449,5 @@ def merged_layer(layers: Sequence[SquashfsReader]) -> Iterator[LayerEntry]:
 
 
 def merged_entries(layers: Sequence[SquashfsReader]) -> Iterator[Entry]:
-    """Yield the same without data: what is there when ``layers`` are stacked."""
+    """Yield the same without data: the entries of ``layers`` stacked."""
     return (entry for entry, _ in name_links(overlay(layers)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 EARLY = 32 << 20  # bytes after which what is written begins to go to the disk
-_SAMPLE = 4096  # bytes of a block that tell whether it is worth compressing
+_SAMPLE = 4096  # bytes of a block that are tried first: is it worth compressing?
 
 
 @dataclass(slots=True, eq=False)
@@ -54,10 +54,10 @@ def _is_dense(block: Block) -> bool:
 
 
 class _BlockWriter:
-    """Compresses blocks on threads and writes them in the order they came; memory is bounded by jobs in flight."""
+    """Compresses blocks on threads and writes them in order; memory is bounded by jobs in flight."""
 
     def __init__(self, out: BinaryIO, block_size: int, threads: int, level: int) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+        from concurrent.futures import ThreadPoolExecutor  # imported here: it brings logging with it
 
         self._out = out
         self._block_size, self._level = block_size, level
@@ -110,7 +110,7 @@ class _BlockWriter:
     def _send(self) -> None:
         """Start writing back: the disk is idle during compression, and later readers would wait for it."""
         self._out.flush()
-        # To be read no more, says this; what it does to bytes just written is to begin writing them out.
+        # DONTNEED for bytes just written makes the kernel start writing them out.
         os.posix_fadvise(self._out.fileno(), self._sent, self.position - self._sent, os.POSIX_FADV_DONTNEED)
         self._sent = self.position
 
@@ -120,7 +120,7 @@ class _BlockWriter:
         owner.sizes.append(word)
 
     def _deduplicate(self, inode: _Inode) -> None:
-        """Take a whole file's blocks back when an earlier one has the same: equal sizes, then equal stored bytes."""
+        """Reuse the blocks of an earlier identical file: equal sizes, then equal stored bytes."""
         assert inode.sizes is not None
         if len(inode.sizes) * self._block_size < inode.entry.size:
             return
@@ -249,7 +249,7 @@ class SquashfsWriter:
         while self._open and self._open[-1].entry.path != parent:
             self._open.pop()
         if not self._open:
-            raise ValueError(f"layer entry {entry.path!r} comes without its directory")
+            raise ValueError(f"layer entry {entry.path!r} has no directory before it")
         return self._open[-1]
 
     def _new_inode(self, entry: Entry, parent: _Inode | None) -> _Inode:
@@ -283,7 +283,7 @@ class SquashfsWriter:
             names, children = inode.names or [], inode.children or []
             index = bisect_left(names, name)
             if index == len(names) or names[index] != name:
-                raise ValueError(f"hard link {entry.path!r} to {entry.target!r}, which did not come before it")
+                raise ValueError(f"hard link {entry.path!r} to {entry.target!r}, which is not before it")
             inode = children[index]
         if inode.names is not None:
             raise ValueError(f"hard link {entry.path!r} to the directory {entry.target!r}")
@@ -468,7 +468,7 @@ class SquashfsWriter:
         self._out.flush()
 
     def _append_xattrs(self, append: Callable[[bytes], int]) -> int:
-        """Names and values, each set of them once, then what says where the sets are.
+        """Names and values, each distinct set once, then the table of their positions.
 
         The kernel wants them last, with nothing between.
         """

@@ -1,4 +1,4 @@
-"""What an image's configuration gives to the instructions that come after FROM."""
+"""Read the part of an image's configuration that affects the instructions after FROM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseConfig:
-    """``is_known`` is False where no registry said what the image has; then nothing of it is assumed."""
+    """``is_known`` is False where no registry answered; then nothing is assumed about the image."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     user: str = ""

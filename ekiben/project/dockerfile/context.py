@@ -57,7 +57,7 @@ class BuildContext:
     def find(self, source: str) -> list[Source]:
         """Return what a source names; a pattern may match nothing.
 
-        Raises ValueError where there is nothing, or it leads out of the context.
+        Raises ValueError where there is nothing, or it points out of the context.
         """
         cleaned = posixpath.normpath("/" + source.lstrip("/")).lstrip("/")
         if any(letter in cleaned for letter in "*?[\\"):
@@ -93,7 +93,7 @@ class BuildContext:
     def _source(self, path: str) -> Source:
         real = follow(self.root / path)
         if not real.is_relative_to(follow(self.root)):
-            raise ValueError(f"{path} leads out of the build context, to {real}")
+            raise ValueError(f"{path} points out of the build context, to {real}")
         if not real.exists():
             raise ValueError(f"{path} is a link to {real}, which does not exist")
         if not real.is_dir():

@@ -1,4 +1,4 @@
-"""COPY and ADD: lines of %files, and what these cannot say as lines of %post."""
+"""Convert COPY and ADD to lines of %files, and to lines of %post where %files cannot express them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _flags(evaluation: Evaluation, instruction: Instruction) -> dict[str, str]:
     flags: dict[str, str] = {}
     for name, value in instruction.flags:
         if name not in ("chown", "chmod", "from", "link"):
-            raise ValueError(f"--{name} is not known here; leave it out, or say it with RUN")
+            raise ValueError(f"--{name} is not supported; omit it, or use RUN")
         flags[name] = evaluation.expand_path(value)
     if flags.get("chmod") and not re.fullmatch(r"[0-7]{3,4}", flags["chmod"]):
         raise ValueError(f"--chmod={flags['chmod']}: expected octal digits, as in 755")
@@ -125,7 +125,7 @@ def _copy_source(evaluation: Evaluation, instruction: Instruction, source: Sourc
 
 
 def _placed(source: Source, destination: str) -> list[tuple[Item, str]]:
-    """Return where each item goes."""
+    """Return the destination of each item."""
     if source.is_folder:
         return [(item, f"{destination.rstrip('/')}/{item.inside}") for item in source.items]
     name = posixpath.basename(source.path)
@@ -189,7 +189,7 @@ def _mode_lines(request: _Request, placed: list[tuple[Item, str]]) -> list[str]:
             paths.setdefault(expected, []).append(path)
     lines = []
     for mode, named in sorted(paths.items()):
-        # A folder that nobody may enter is closed after what is in it.
+        # A folder without search permission gets its mode after its content.
         lines.append(f"chmod {mode:04o} {' '.join(map(quoted, named[::-1]))}")
     return lines
 
@@ -204,7 +204,7 @@ def _unpack(evaluation: Evaluation, source: Source, request: _Request) -> None:
     options = " --same-owner" if not request.owner else ""
     lines = [f"mkdir -p {to}", f"tar -C {to} -xpf {quoted(name)}{options}"]
     if request.owner or request.mode:
-        raise ValueError("--chown and --chmod of an archive are not known here; say it with RUN")
+        raise ValueError("--chown and --chmod of an archive are not supported; use RUN")
     evaluation.stage.folders.add(request.destination.rstrip("/") or "/")
     group.steps.append(Step(tuple(lines)))
     group.is_run = group.uses_scratch = True

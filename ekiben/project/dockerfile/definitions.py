@@ -134,7 +134,7 @@ def _quote_around(path: str) -> str:
 
 
 def _post(group: Group) -> str:
-    """Return %post: the functions that it calls, then the steps, each with the variables that it sees."""
+    """Return %post: the functions that it calls, then the steps, each with its variables."""
     if not group.steps:
         return ""
     names = dict.fromkeys(helper for step in group.steps for helper in step.helpers)

@@ -1,4 +1,4 @@
-"""Carry out a Dockerfile's instructions, one after the other, as far as that can be done before the build."""
+"""Evaluate a Dockerfile's instructions in order, as far as possible before the build."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _inherit(stage: Stage, parent: Stage) -> None:
 
 
 def _run_triggers(evaluation: Evaluation, stage: Stage) -> None:
-    """Carry out what the base's own Dockerfile wrote as ONBUILD."""
+    """Evaluate the ONBUILD instructions of the base."""
     for trigger in stage.config.onbuild:
         text = f"FROM {stage.base}\n{trigger}\n"
         path = Path(f"{stage.where} (ONBUILD of {stage.base})")
@@ -126,7 +126,7 @@ def _run_triggers(evaluation: Evaluation, stage: Stage) -> None:
             _perform(evaluation, instruction)
 
 
-# -- what later instructions see ---------------------------------------------------------------------------------
+# -- state for later instructions ---------------------------------------------------------------------------------
 
 
 def _platform_arguments(arch: str) -> dict[str, str]:
@@ -161,7 +161,7 @@ def _arg(evaluation: Evaluation, instruction: Instruction) -> None:
 
 
 def _pairs(evaluation: Evaluation, instruction: Instruction) -> dict[str, str]:
-    """Return the names and values of ENV and LABEL; none sees another one of its line."""
+    """Return the names and values of ENV and LABEL; those of one line do not refer to each other."""
     text = instruction.text
     argv = split_line(text, evaluation.dockerfile.escape)
     if "=" not in argv[0]:
@@ -182,7 +182,7 @@ def _env(evaluation: Evaluation, instruction: Instruction) -> None:
     pairs = _pairs(evaluation, instruction)
     for name in pairs:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"'{name}' is no name that a shell can set: letters, digits and '_'")
+            raise ValueError(f"'{name}' is not a name that a shell can set: letters, digits and '_'")
     stage = evaluation.stage
     stage.environment |= pairs
     stage.visible |= pairs

@@ -1,4 +1,4 @@
-"""The state of a conversion: the stages so far, the variables, and what is to be said about the file."""
+"""The state of a conversion: the stages so far, the variables, and notes about the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Evaluation:
-    """The stages of a Dockerfile, and what is to be said about it."""
+    """The stages of a Dockerfile, and notes about it."""
 
     dockerfile: Dockerfile
     context: BuildContext
@@ -83,11 +83,11 @@ class Evaluation:
         return len(self.stages) - 1
 
     def problem(self, instruction: Instruction, message: str) -> None:
-        """Note what cannot be converted."""
+        """Report an instruction that cannot be converted."""
         self.problems.append(f"{instruction.where}: {instruction.name}: {message}")
 
     def note(self, instruction: Instruction, message: str) -> None:
-        """Note what is not used."""
+        """Report an instruction that is not used."""
         self.notes.append(f"{instruction.where}: {instruction.name}: {message}")
 
     # -- variables ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a Dockerfile's stages become: groups, each of which is a layer with a definition file."""
+"""The stages of a Dockerfile as groups, each of which becomes a layer with a definition file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing would be in the layer."""
+        """Return whether the layer would be empty."""
         return not (self.files or self.archives or self.steps or self.environment)
 
 
@@ -91,5 +91,5 @@ class Stage:
         return self.groups[-1]
 
     def exports(self) -> dict[str, str]:
-        """Return what a command sees beside the environment of the layers below: arguments, and ENV of this layer."""
+        """Return the variables of a command besides those of the layers below: arguments, and ENV of this layer."""
         return {name: value for name, value in self.visible.items() if self.lower.get(name) != value}

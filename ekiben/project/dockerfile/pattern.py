@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that takes one letter of ``letters``, or many where it ``repeats``; None takes none.
+    """A step that matches one letter of ``letters``, or many where it ``repeats``; None matches none.
 
-    ``skip`` is how many steps further the match may go on without it; 0: it has to take its letter.
+    ``skip`` is the number of steps to advance without it; 0: it has to match a letter.
     """
 
     letters: re.Pattern[str] | None
@@ -63,7 +63,7 @@ class Pattern:
 
 
 def ignore_pattern(text: str) -> Pattern:
-    """Read a pattern of .dockerignore, in which ``**`` stands for any folders. Raises ValueError."""
+    """Read a pattern of .dockerignore, in which ``**`` matches any folders. Raises ValueError."""
     return _read(text, has_folders=True)
 
 
@@ -99,7 +99,7 @@ def _read(text: str, *, has_folders: bool) -> Pattern:
 
 def _letters(text: str) -> re.Pattern[str]:
     """Return a class of letters. Raises ValueError."""
-    inner = text[1:-1].replace("[", r"\[")  # which Python takes for a nested class to come
+    inner = text[1:-1].replace("[", r"\[")  # which Python warns of as a future nested class
     try:
         return re.compile(f"[{inner}]", re.DOTALL)
     except re.error as error:

@@ -185,7 +185,7 @@ class _Reader:
         return parts
 
     def flags(self, name: str, parts: list[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
-        """Split the flags off, which may stand on several lines."""
+        """Split off the flags, which may be on several lines."""
         flags: list[tuple[str, str]] = []
         if name not in _WITH_FLAGS:
             return (), parts

@@ -41,7 +41,7 @@ def run_step(evaluation: Evaluation, instruction: Instruction) -> None:
         if name == "mount":
             mounts.append(_mount(evaluation, instruction, value, len(mounts)))
         elif (name, value) not in (("network", "default"), ("security", "sandbox")):
-            raise ValueError(f"--{name}={value} cannot be kept here; leave it out")
+            raise ValueError(f"--{name}={value} is not supported; omit it")
     is_root = stage.user.split(":")[0] in ("", "root", "0") and ":" not in stage.user
     user = "" if is_root else stage.user
     lines = [line for mount in mounts for line in mount.before]
@@ -98,7 +98,7 @@ def _mount(evaluation: Evaluation, instruction: Instruction, text: str, number: 
     if kind not in _KNOWN:
         raise ValueError(f"--mount=type={kind}: bind, cache and tmpfs are known")
     if unknown := sorted(options.keys() - set(_KNOWN[kind])):
-        raise ValueError(f"--mount=type={kind}: {unknown[0]} cannot be kept here; leave it out")
+        raise ValueError(f"--mount=type={kind}: {unknown[0]} is not supported; omit it")
     if not options.get("target"):
         raise ValueError("--mount needs target=PATH")
     target = "/" + posixpath.normpath(posixpath.join(evaluation.stage.workdir, options["target"])).lstrip("/")
@@ -115,7 +115,7 @@ def _mount(evaluation: Evaluation, instruction: Instruction, text: str, number: 
 def _bind(
     evaluation: Evaluation, instruction: Instruction, options: dict[str, str], target_number: tuple[str, int]
 ) -> _Mount:
-    """Copy what a bind mount shows to where it shows it, and remove it after the command."""
+    """Copy the source of a bind mount to its target, and remove it after the command."""
     target, number = target_number
     source = options.get("source", ".")
     group = evaluation.stage.group

@@ -1,4 +1,4 @@
-"""The text of %post and %runscript: what RUN, CMD and ENTRYPOINT mean, as a shell script."""
+"""Write %post and %runscript: RUN, CMD and ENTRYPOINT as a shell script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_SHELL = ("/bin/sh", "-c")
 SCRATCH = "/.dockerfile"  # files of a step that no layer keeps
 UNKNOWN, END = "\ue000", "\ue001"  # around the name of a variable that the base sets
 
-# What a definition file would read as its own: a section, a stage, an argument.
+# Syntax of a definition file: a section, a stage, an argument.
 _RESERVED = re.compile(r"^%[ \t]*[A-Za-z]|^Bootstrap:|\{\{\s*\w+\s*\}\}|\r", re.MULTILINE | re.IGNORECASE)
 # A list of commands, for which it makes no difference whether a shell stops at the first error.
 _SIMPLE = re.compile(r"(?:[^;|&()`$<\n{]|\$(?!\()|&&|\|\||\$\{\w+\}|<(?!<))*")

@@ -1,4 +1,4 @@
-"""A Dockerfile's recipe for the time of a build: nothing of the conversion is kept but the layers."""
+"""A Dockerfile's recipe for the time of a build: only the layers of the conversion are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ekiben.spec.recipe import read_recipe
 
 
 def dockerfile_of(recipe: str) -> Path | None:
-    """Return the Dockerfile that a command line names in place of a recipe; None for a recipe."""
+    """Return the Dockerfile that a command line names instead of a recipe; None for a recipe."""
     path = Path(recipe)
     if path.is_dir() and (("/" not in recipe and recipe not in (".", "..")) or (path / "recipe.yaml").is_file()):
         return None

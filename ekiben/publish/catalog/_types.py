@@ -44,7 +44,7 @@ class DriverVersions(TypedDict):
 
 
 class LayerSummary(TypedDict):
-    """What is read from a version's layers."""
+    """The part of a version that is read from its layers."""
 
     read_error: str | None
     python: dict[str, str]
@@ -95,7 +95,7 @@ class RunData(TypedDict):
 
 
 class ReducedRun(TypedDict):
-    """What is kept of a run.json; of one of generate ``answers`` and ``seconds``, too."""
+    """The fields kept of a run.json; those of generate also have ``answers`` and ``seconds``."""
 
     format: int
     started: str

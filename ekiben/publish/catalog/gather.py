@@ -1,4 +1,4 @@
-"""Collect what a shared folder holds, as catalog.json has it: records, layers (each read once), links, runs."""
+"""Collect the content of catalog.json from a shared folder: records, layers (each read once), links, runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ Log = Callable[[str], None]
 
 
 def gather(shared: SharedStore, store: Store, log: Log) -> Catalog:
-    """Collect what the folder holds.
+    """Collect the catalog of the folder.
 
     ``store`` has the shared folder upstream, and caches what is read from its layers. Raises StoreError.
     """
@@ -157,7 +157,7 @@ def _lines(value: Any) -> list[str]:
 
 
 class LayerInspector:
-    """Reads layers of the place, each once."""
+    """Reads layers of the shared folder, each once."""
 
     def __init__(self, store: Store, log: Log) -> None:
         self.store, self.log = store, log
@@ -300,7 +300,7 @@ def commands(
     file = shlex.quote(str(folder / (CURRENT if is_current else version["file"])))
     fixed = shlex.quote(str(folder / version["file"]))
     gpu = version["cuda"] is not None or version["read_error"] is not None
-    run = "apptainer exec --nv"  # which only says so where there is no GPU
+    run = "apptainer exec --nv"  # whose message only mentions it without a GPU
     stack = f" --stack {shlex.quote(version['stack'])}" if folder.name != recipe else ""
     stack += "".join(f" --layer {shlex.quote(layer)}" for layer in layers)
     ways: list[RunCommand] = [

@@ -1,4 +1,4 @@
-"""The pages, from what gather.py found and from nothing else. Every value is a stranger's text: the templates escape
+"""Render the pages from the result of gather.py. Every value is untrusted text: the templates escape
 it, and the pages' Content-Security-Policy lets nothing run or load but the style and the script they hold."""
 
 from __future__ import annotations

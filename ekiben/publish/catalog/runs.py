@@ -1,4 +1,4 @@
-"""Run records kept with the image they were made with: people's run.json lie in their own folders, and those go.
+"""Copies of run records next to their image: users' run.json are in their own folders, which get removed.
 
 A run.json (training/run_summary.py of the tasks; generation/record.py writes OUTPUT.run.json) says with `image` what it
 ran in: /opt/ekiben/image.json, which names the layers but the last, and the checksum of the recipe's own files, which
@@ -53,13 +53,13 @@ _FORMER = {
 _PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]{0,60}")
 _HUB = re.compile(
     r"[\w-][\w.-]*/[\w-][\w.-]*"
-)  # cyberagent/open-calm-3b; also a folder in a folder, which tells nothing
+)  # cyberagent/open-calm-3b; a relative folder looks the same, and is harmless
 _STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
 @dataclass(slots=True)
 class ImportedRuns:
-    """What became of the run.json that were found, each of which counts once.
+    """Counts of the run.json found, by result.
 
     ``unmatched`` used none of the images here, ``jobs`` are those of submitted jobs, ``without_image`` files name no
     image; ``broken`` are (file or folder, reason).
@@ -134,7 +134,7 @@ def _read(path: AnyPath) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     if not isinstance(data, dict):
-        raise ValueError("is no record of a run")
+        raise ValueError("is not a record of a run")
     return data
 
 
@@ -234,7 +234,7 @@ def reduced(run: Mapping[str, Any]) -> ReducedRun:
         },
         "settings": dict(_numbers(settings)),
         **{field: _number(run.get(field, run.get(_FORMER.get(field, field)))) for field in _NUMBERS},
-        # Of generate alone, so that records of training stay as they are: their checksum is their name.
+        # Only for generate: a record of training is named by its checksum, which must not change.
         **{name: _number(run[name]) for name in ("answers", "seconds") if "answers" in run and name in run},
         "versions": {
             key: _text(value)
@@ -289,7 +289,7 @@ def runs_of(folder: InnerPath, stem: str) -> tuple[list[CatalogRun], list[tuple[
         try:
             run = _read(path)
             if run.get("format") != FORMAT:
-                raise ValueError(f"is no record of format {FORMAT}")
+                raise ValueError(f"is not a record of format {FORMAT}")
             records.append({"id": path.name.removesuffix(".json"), **reduced(_as_run(run))})
         except (ValueError, OSError) as error:
             broken.append((f"{stem}.runs/{path.name}", str(error)))
@@ -298,5 +298,5 @@ def runs_of(folder: InnerPath, stem: str) -> tuple[list[CatalogRun], list[tuple[
 
 
 def _as_run(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Whoever may write to the place may write anything there: it is reduced once more."""
+    """Reduce the record again: others may write to the folder."""
     return {**kept, "settings": {**_mapping(kept.get("settings")), "method": kept.get("method")}}

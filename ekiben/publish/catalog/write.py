@@ -1,4 +1,4 @@
-"""Write the catalog of a shared folder as one folder: all of it or nothing."""
+"""Write the catalog of a shared folder atomically."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_catalog(shared_dir: Path, store: Store, *, out: Path | None, runs: Sequ
     _refuse_other(inner or _below_parent(out))
     imported = import_runs(shared, runs) if runs else ImportedRuns()
     catalog = gather(shared, store, log)
-    from ekiben.publish.catalog.pages import relative, render  # late: jinja2
+    from ekiben.publish.catalog.pages import relative, render  # imported here: jinja2
 
     files = render(catalog, relative(shared_dir / IMAGES, out) if inner else None)
     _write_folder(shared if inner else None, inner or _below_parent(out), files)
@@ -75,7 +75,7 @@ def _refuse_other(out: InnerPath) -> None:
     for _ in range(3):
         if _is_replaceable(out):
             return
-        time.sleep(0.05)  # another may be replacing it just now
+        time.sleep(0.05)  # another process may be replacing it
     raise UsageError(f"{out} exists, and is not a catalog", hint="give another folder with -o")
 
 
@@ -91,7 +91,7 @@ def _is_replaceable(out: InnerPath) -> bool:
 
 
 def _write_folder(shared: SharedStore | None, out: InnerPath, files: dict[str, bytes]) -> None:
-    """Write all of the folder or nothing."""
+    """Write the folder atomically."""
     temporary = _hidden(out)
     try:
         for folder in (temporary, temporary / IMAGES):
@@ -122,7 +122,7 @@ def _take_name(temporary: InnerPath, out: InnerPath) -> None:
             temporary.move(out)
             return
         except OSError as error:
-            beaten = error.errno in (errno.ENOTEMPTY, errno.EEXIST)  # another took the name in between
+            beaten = error.errno in (errno.ENOTEMPTY, errno.EEXIST)  # another process took the name in between
             if not beaten and old.lexists():
                 old.move(out)
             if not beaten or attempt == _ATTEMPTS - 1:

@@ -1,4 +1,4 @@
-"""Jobs of a cluster: plan (what is asked for), script (the job scripts), runs (run folders: submit, status, logs,
+"""Jobs of a cluster: plan (the request), script (the job scripts), runs (run folders: submit, status, logs,
 cancel).
 """
 

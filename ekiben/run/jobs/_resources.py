@@ -21,7 +21,7 @@ _MEMORY = ("--mem", "--exclusive")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a step requests: ``gpus`` per node, the scheduler's options, and what is known of them.
+    """What a step requests: ``gpus`` per node, the scheduler's options, and their known properties.
 
     ``known_gpus`` counts options of the scheduler's own, too; ``cpus`` per node. None: not known.
     """
@@ -32,7 +32,7 @@ class Resources:
     cpus: int | None = None
 
     def warning(self, task: str) -> str | None:
-        """Return what a task that uses GPUs will lack, or None."""
+        """Return a warning for a task that uses GPUs without requesting any, or None."""
         if self.known_gpus == 0:
             return (
                 f"'{task}' uses GPUs, and its job requests none: --gpus-per-node N, or an option of the scheduler's own"
@@ -47,7 +47,7 @@ def option_of(scheduler: Scheduler, name: str, value: object = "") -> str:
     if name not in scheduler.OPTIONS:
         shown = f"--{name} {value}".strip()
         raise UsageError(
-            f"{shown}: {scheduler.TITLE} has no option for it that all sites share",
+            f"{shown}: {scheduler.TITLE} has no portable option for it",
             hint="--scheduler-arg, with the option as your site has it",
         )
     return f"{scheduler.OPTIONS[name]}{value}"
@@ -69,7 +69,7 @@ def choose_resources(
 
 
 def _of_scheduler(request: JobRequest, scheduler: Scheduler, nodes: int, gpus: int, further: list[str]) -> Resources:
-    """Request CPUs and memory in proportion to the GPUs, where the scheduler tells what its nodes have."""
+    """Request CPUs and memory in proportion to the GPUs, where the scheduler reports its nodes' sizes."""
     named = [*further, *request.scheduler_args]
     known_gpus = gpus or scheduler.requested_gpus(named)
     limits = _UNKNOWN if scheduler.unavailable() else scheduler.limits(named)
@@ -80,7 +80,7 @@ def _of_scheduler(request: JobRequest, scheduler: Scheduler, nodes: int, gpus: i
             cpus = limits.cpus if exclusive else max(1, limits.cpus * min(known_gpus, limits.gpus) // limits.gpus)
         if memory is None and limits.memory_mib and not exclusive and not _are_named(named, _MEMORY):
             memory = limits.memory_mib * min(known_gpus, limits.gpus) // limits.gpus
-    if scheduler.GPU_OPTION and request.scheduler_args:  # the site's own names say it all
+    if scheduler.GPU_OPTION and request.scheduler_args:  # the site's options already determine it
         args: list[str] = []
     else:
         args = [*scheduler.resource_args(nodes, gpus, cpus, memory)]
@@ -170,7 +170,7 @@ def _resource(site: Site, request: JobRequest, nodes: int, gpus: int | None) -> 
             raise UsageError(
                 f"--partition: {site.name} has no '{request.partition}'." + nearest(request.partition, known)
             )
-        # A step without GPUs takes a resource that has none, where the site has such.
+        # A step without GPUs requests a resource without GPUs, where the site has one.
         candidates = {request.partition: known[request.partition]}
         if gpus == 0 and (without := {name: resource for name, resource in known.items() if not resource.gpus}):
             candidates = without

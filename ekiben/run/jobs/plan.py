@@ -1,4 +1,4 @@
-"""Turn what the command line asks for into what a run will be: a JobRequest becomes a JobPlan. Nothing is written."""
+"""Plan a run: a JobRequest becomes a JobPlan. Nothing is written."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class JobStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything a run will be.
+    """The complete plan of a run.
 
     ``sif`` is the file itself, never a link to it; ``sif_state`` None when it is not there yet. ``by_hand``: people
     submit the scripts themselves. ``live``: what replaces the recipe's files in the image.
@@ -93,13 +93,13 @@ def plan(
     launches = {image.launch_of(task[0]) for task in tasks}
     if odd := next((task[0] for task in tasks if not TASK.fullmatch(task[0])), None):
         raise UsageError(
-            f"'{odd}' is no task's name: letters, digits, '.', '_' and '-'",
+            f"'{odd}' is not a task's name: letters, digits, '.', '_' and '-'",
             hint="a program of the image is named without its folder, or is an argument: sh -c …",
         )
     tasks = _insert_seeds(tasks, request.seeds)
     if "per-gpu" not in launches and (request.nodes > 1 or (request.processes_per_node or 1) > 1):
         raise UsageError(
-            f"'{tasks[0][0]}' runs as one process on one node, whatever --nodes and --processes-per-node say",
+            f"'{tasks[0][0]}' runs as one process on one node; omit --nodes and --processes-per-node",
             hint="a task that can run on several has `launch: per-gpu` in recipe.yaml",
         )
     steps = tuple(_step(image, number, task, request, scheduler, site) for number, task in enumerate(tasks, start=1))
@@ -126,7 +126,7 @@ def plan(
 
 
 def node_args(request: JobRequest, scheduler: str, site: Site | None) -> list[str]:
-    """Return the scheduler's options for one node that a user works on. Raises UsageError when there is none such."""
+    """Return the scheduler's options for one interactive node. Raises UsageError when there is no such node."""
     resources = choose_resources(request, scheduler, site, 1, gpus=request.gpus_per_node)
     on_command, in_script = _account_args(request, scheduler, site)
     site_options = site.file.scheduler.options if site and site.file.scheduler else ()
@@ -141,7 +141,7 @@ def recipe_of(image: NamedImage) -> Recipe:
 
 
 def _state_of(sif: Path, image: NamedImage, request: JobRequest) -> SifState | None:
-    """Return by what jobs know their image, None where it is not there yet.
+    """Return the attributes by which jobs verify their image, None where it is not built yet.
 
     Where a signature is needed, that of the file whose signature was found good, and no checksum that somebody else
     recorded: a job would take any file that has it.
@@ -190,17 +190,17 @@ def _split(argv: Sequence[str]) -> list[list[str]]:
 
 
 def _insert_seeds(tasks: list[list[str]], seeds: Sequence[str]) -> list[list[str]]:
-    """Return ``tasks`` with the seed in its place: a single task without ``{seed}`` gets the two options every training
+    """Return ``tasks`` with the seed inserted: a single task without ``{seed}`` gets the two options every training
     task has.
     """
     has_placeholder = any(SEED in word for task in tasks for word in task)
     if has_placeholder and not seeds:
-        raise UsageError(f"{SEED} stands in the arguments, and there is no --seeds")
+        raise UsageError(f"{SEED} is in the arguments, but --seeds is missing")
     if has_placeholder or not seeds:
         return tasks
     if len(tasks) > 1:
         raise UsageError(
-            f"--seeds: put {SEED} into the arguments where the seed goes",
+            f"--seeds: put {SEED} into the arguments at the position of the seed",
             hint=f"train --set seed={SEED} --output result-{SEED} + merge --adapter result-{SEED}/adapter",
         )
     if any(word.split("=")[0] == "--output" for word in tasks[0]):

@@ -1,4 +1,4 @@
-"""Submitted runs as they lie on the disk: folders, run.json, and the small files that jobs write there.
+"""Submitted runs on disk: folders, run.json, and the small files that jobs write there.
 
 A run's folder may be a colleague's, or part of a repository that was cloned. So each file is opened relative to the
 folder's descriptor, no link is followed, only regular files of limited size are read, and each value is checked before
@@ -26,7 +26,7 @@ from ekiben.run.schedulers import job_id_pattern, load
 from ekiben.run.schedulers import names as scheduler_names
 
 RECORD = "run.json"
-RECORD_FORMAT = 3  # of run.json; one of before is shown, and cannot be submitted again
+RECORD_FORMAT = 3  # of run.json; an older one is listed, and cannot be submitted again
 _MAX_SMALL = 4096  # bytes of a file that holds an id or a number
 _MAX_COUNT = 2**31 - 1
 _STEP = re.compile(r"[1-9][0-9]{0,5}-[A-Za-z0-9][\w.-]{0,200}", re.ASCII)
@@ -209,7 +209,7 @@ class Run:
 
     @contextlib.contextmanager
     def files(self) -> Iterator[RunFiles]:
-        """Yield what its jobs wrote. Raises UsageError for what cannot be read."""
+        """Yield the files of its jobs. Raises UsageError for what cannot be read."""
         try:
             folder = self.location.open_folder()
         except OSError as error:
@@ -235,7 +235,7 @@ class Run:
 class RunFiles:
     """The files of a run's open folder.
 
-    Each method raises UsageError for a link, and for what is no regular file of its kind's size.
+    Each method raises UsageError for a link, and for what is not a regular file of its kind's size.
 
     ``names``: what was there when the folder was opened. Most jobs of a large array have no file yet.
     """
@@ -245,7 +245,7 @@ class RunFiles:
     names: frozenset[str]
 
     def id(self, job: str) -> str:
-        """Return the newest id of a job; none before it was submitted, and for a text that is no id."""
+        """Return the newest id of a job; none before it was submitted, and for a text that is not an id."""
         return self._id(f"{job}.job")
 
     def single_id(self, job: str, id: str) -> str:
@@ -267,7 +267,7 @@ class RunFiles:
         return self._number(f"{job}.times") or 0
 
     def attempt(self, job: str) -> int:
-        """Return which attempt of a job this is, from 1: whoever submits an ended job's script begins another."""
+        """Return which attempt of a job this is, from 1: submitting an ended job's script starts another."""
         return self._number(f"{job}.attempt") or 1
 
     def ranks(self, job: str) -> int | None:
@@ -276,7 +276,7 @@ class RunFiles:
         return processes * self.run.elements[job][0].nodes if processes is not None else None
 
     def open_log(self, job: str, rank: int | None = None) -> BinaryIO | None:
-        """Open what a job wrote, or one rank of it; None where it wrote nothing yet."""
+        """Open the log of a job, or of one rank; None where it does not exist yet."""
         name = f"{job}.log" if rank is None else f"{job}.ranks/{rank}.log"
         with self._explained(name):
             if rank is None:
@@ -294,7 +294,7 @@ class RunFiles:
         return text if job_id_pattern(self.run.record.scheduler).fullmatch(text) else ""
 
     def _number(self, name: str) -> int | None:
-        """None for what a job did not finish writing, too."""
+        """Return a record; None also for one that a job did not finish writing."""
         text = self._read(name)
         return int(text) if _NUMBER.fullmatch(text) else None
 
@@ -307,7 +307,7 @@ class RunFiles:
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """Turn an error of the block into a UsageError that names the file. One that is missing is none."""
+        """Turn an error of the block into a UsageError that names the file. A missing file is not an error."""
         try:
             yield
         except FileNotFoundError:
@@ -366,7 +366,7 @@ def _run_folders(runs: Path, log: Callable[[str], None]) -> dict[str, InnerPath]
                     time = folder.status(RECORD).st_mtime_ns
             except OSError:
                 if top.link_target(name) is not None and os.path.lexists(runs / name / RECORD):
-                    log(f"skipped: {shorten(name)} in {runs} is a link; name the folder that it leads to")
+                    log(f"skipped: {shorten(name)} in {runs} is a link; name its target")
                 continue
             if name.isprintable():
                 times[name] = time

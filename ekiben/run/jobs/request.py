@@ -1,4 +1,4 @@
-"""What a job should get, as the command line, config.yaml and a site's profile say it."""
+"""The resources of a job, from the command line, config.yaml and a site's profile."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ekiben.core.paths import expand_home
 from ekiben.core.settings import JobDefaults
 from ekiben.run.schedulers import seconds_of
 
-MAX_JOBS = 20_000  # of a run: with more, `status` would take minutes
+MAX_JOBS = 20_000  # jobs of a run: with more, `status` would take minutes
 _UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What the command line asks for.
+    """The request of the command line.
 
     None: not given. ``memory_mib`` is per node; ``partition`` is a site's kind of node, or the scheduler's partition
     or queue; ``env``: NAME or NAME=VALUE; ``check_digest``: a job reads all of its image, whatever its times say;
@@ -49,7 +49,7 @@ class JobRequest:
 
 
 def memory_mib_of(text: str) -> int:
-    """Return ``900M``, ``64G`` or ``1T`` (also ``64GiB``) in MiB. Raises UsageError for what is no amount of memory."""
+    """Return ``900M``, ``64G`` or ``1T`` (also ``64GiB``) in MiB. Raises UsageError for other texts."""
     match = re.fullmatch(r"(\d+)([MGT])(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match or not int(match[1]):
         raise UsageError(f"--memory {text}: expected a number with M, G or T: 64G")
@@ -66,12 +66,12 @@ def parse_seeds(text: str) -> tuple[str, ...]:
     if len(seeds) > MAX_JOBS:
         raise UsageError(f"--seeds has {len(seeds)} seeds; a run has at most {MAX_JOBS} jobs")
     if twice := next((seed for seed, count in Counter(seeds).items() if count > 1), None):
-        raise UsageError(f"--seeds {text}: {twice} is there twice, and both jobs would write into the same output")
+        raise UsageError(f"--seeds {text}: {twice} is listed twice, and both jobs would write into the same output")
     return seeds
 
 
 def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRequest:
-    """Return ``request`` with what it does not say taken from ``defaults``, of which the first that says it counts.
+    """Return ``request`` with missing fields from ``defaults``, of which the first with a value counts.
 
     Lists are joined, so that what ``request`` says comes last and wins. Raises UsageError for a time or an amount that
     is none.

@@ -1,4 +1,4 @@
-"""Submitted runs: what is written and submitted, status, logs, cancel. records.py reads what is there.
+"""Submitted runs: write and submit them, status, logs, cancel. records.py reads them.
 
 A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `job.sh` (what all
 scripts do), `live/` (of --live: the recipe's scripts as they were), `launch_node.py` and `launch_network.py` (start the
@@ -38,7 +38,7 @@ from ekiben.spec.recipe import LAUNCHER
 
 REQUEUE = 75
 _POLL_SECONDS = 5.0
-_ENDED = ("done", "failed", "skipped", "cancelled")  # "lost" is what a scheduler says that lost its records, too
+_ENDED = ("done", "failed", "skipped", "cancelled")  # "lost": also if the scheduler lost its records
 _IDS_AT_ONCE = 1000  # for a scheduler's program; an argument list has an end
 _PIECE = 1 << 16  # bytes of a log
 
@@ -60,7 +60,7 @@ def submit(plan: JobPlan) -> dict[str, str]:
 
 
 def write(plan: JobPlan) -> None:
-    """Write the run's folder, whose scripts people submit by hand. Raises UsageError where it cannot be written."""
+    """Write the run's folder, whose scripts are submitted by hand. Raises UsageError where it cannot be written."""
     _check_image(plan)
     with _new_run(plan):
         pass
@@ -134,7 +134,7 @@ def _write_files(plan: JobPlan, folder: Folder, scripts: Mapping[str, str], envi
     # Tokens may be among them.
     _write_file(folder, "environment", environment, 0o600)
     text = json.dumps(_record(plan), indent=1, ensure_ascii=False) + "\n"
-    # The last, because a run is known by its record. An argument may have bytes that are no UTF-8: JSON takes escapes.
+    # Written last: a run exists from its record on. Bytes of an argument that are not UTF-8 become JSON escapes.
     _write_file(folder, f".{RECORD}", text.encode("utf-8", "backslashreplace"), 0o644)
     folder.move(f".{RECORD}", RECORD)
 
@@ -164,7 +164,7 @@ def _copy_file(folder: Folder, inside: str, path: Path) -> None:
 def _record(plan: JobPlan) -> dict[str, Any]:
     """Return the content of run.json."""
     sif_id = None
-    with contextlib.suppress(StoreError):  # a SIF of another make, which a runtime may read
+    with contextlib.suppress(StoreError):  # a SIF of another program, which a runtime may read
         sif_id = read_sif(plan.sif).id
     return {
         "format": RECORD_FORMAT,
@@ -220,10 +220,10 @@ def request_again(run: Run, env: Sequence[str] = ()) -> tuple[list[str], JobRequ
 
 
 def check_same_image(run: Run, plan: JobPlan) -> None:
-    """Raise UsageError when the image of ``run`` is another file now."""
+    """Raise UsageError when the image of ``run`` was replaced."""
     if plan.sif_state and run.record.sif_state and not run.record.sif_state.is_same(plan.sif):
         raise UsageError(
-            f"{plan.sif} is not what it was when {run.folder.name} was submitted",
+            f"{plan.sif} was changed since {run.folder.name} was submitted",
             hint="--force submits with the image that is there now",
         )
 
@@ -247,7 +247,7 @@ class JobStatus:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the job has ended, in whatever way."""
+        """Return whether the job has ended, successfully or not."""
         return self.state in ("done", "failed", "skipped", "cancelled", "lost")
 
 
@@ -286,7 +286,7 @@ def status(runs: Sequence[Run], log: Callable[[str], None] | None = None) -> lis
 
 @contextlib.contextmanager
 def _skipped(log: Callable[[str], None] | None, what: str = "") -> Iterator[None]:
-    """Log an error of the block, if there is a ``log``. ``what`` names in it what is left out."""
+    """Log an error of the block, if there is a ``log``. ``what`` names the skipped item in it."""
     try:
         yield
     except EkibenError as error:
@@ -296,7 +296,7 @@ def _skipped(log: Callable[[str], None] | None, what: str = "") -> Iterator[None
 
 
 def _queue(scheduler: Scheduler, ids: Sequence[str]) -> dict[tuple[str, int], Job]:
-    """Return the jobs in the queue of those with ``ids``. One command line does not take any number of them."""
+    """Return the jobs in the queue of those with ``ids``, in several queries: a command line is limited."""
     queue: dict[tuple[str, int], Job] = {}
     for at in range(0, len(ids), _IDS_AT_ONCE):
         queue |= scheduler.jobs(ids[at : at + _IDS_AT_ONCE])
@@ -305,7 +305,7 @@ def _queue(scheduler: Scheduler, ids: Sequence[str]) -> dict[tuple[str, int], Jo
 
 def _run_status(run: Run, ids: Mapping[str, str], queue: Mapping[tuple[str, int], Job]) -> Iterator[JobStatus]:
     failed = ""
-    with run.files() as files:  # anew: a job leaves its exit code behind before it leaves the queue
+    with run.files() as files:  # opened again: a job writes its exit code before it leaves the queue
         for job in run.elements:
             current = job_status(files, job, ids[job], queue, failed)
             failed = failed or (job if current.exit_code else "")
@@ -313,7 +313,7 @@ def _run_status(run: Run, ids: Mapping[str, str], queue: Mapping[tuple[str, int]
 
 
 def _with_records(statuses: Sequence[tuple[Run, str, JobStatus]]) -> list[JobStatus]:
-    """Return the status of jobs with what the scheduler's records say of those that did not end by themselves."""
+    """Return the status of jobs, completed by the scheduler's records for those that were ended."""
     unknown: dict[str, dict[str, None]] = {}
     for run, id, current in reversed(statuses):
         asked = unknown.setdefault(run.record.scheduler, {})
@@ -347,14 +347,14 @@ def job_status(
     code = files.exit_code(job)
     queued = (queue.get((id, index)) or queue.get((id, 0))) if id else None
     started = ""
-    if code is not None and not (code == REQUEUE and queued):  # Slurm puts a job back that it preempted
+    if code is not None and not (code == REQUEUE and queued):  # Slurm requeues a job that it preempted
         state, detail = ("done", "") if code == 0 else ("failed", name_exit(code))
         if code and files.is_cancelled(job):
             state = "cancelled"
     elif queued:
         state, detail, started = queued.state, queued.detail, queued.started
     elif (newest := files.id(job)) != id:
-        state, detail = "queued", f"as job {newest}"  # while the queue was asked
+        state, detail = "queued", f"as job {newest}"  # it ended during the query
     elif files.is_cancelled(job):
         state, detail = "cancelled", ""
     elif failed_before:
@@ -379,7 +379,7 @@ def job_status(
 
 
 def cancel(run: Run, only: Sequence[str] = ()) -> list[str]:
-    """Take what is not over out of the queue, all of the run or ``only`` these jobs, and return the ids.
+    """Cancel the jobs that have not ended, all of the run or ``only`` these, and return the ids.
 
     Raises UsageError when the run has no such job, SchedulerError when the scheduler refuses.
     """
@@ -389,7 +389,7 @@ def cancel(run: Run, only: Sequence[str] = ()) -> list[str]:
     with run.files() as files:
         for marker in [f"{job}.cancelled" for job in only] or ["cancelled"]:
             with contextlib.suppress(FileExistsError):
-                files.folder.create(marker, 0o666).close()  # so that no job puts itself back
+                files.folder.create(marker, 0o666).close()  # so that no job requeues itself
         newest = {job: files.id(job) for job in run.elements}
     unfinished = [job for job in status([run]) if not job.is_over and (not only or job.job in only)]
     ids = sorted({job.id if only else newest[job.job] for job in unfinished} - {""})

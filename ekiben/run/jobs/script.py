@@ -25,7 +25,7 @@ LIVE = "live"  # the folder of a run that has copies of a recipe's scripts
 
 
 def job_program() -> str:
-    """Return job.sh, which all scripts of a run source: what a container gets, and what a job does."""
+    """Return job.sh, which all scripts of a run source: the container contract, and the phases of a job."""
     return f"{shell_functions()}\n{Path(__file__).with_name(JOB_PROGRAM).read_text(encoding='utf-8')}"
 
 
@@ -44,7 +44,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
     )
     directives = scheduler.directives(request)
     for line in directives:
-        # A second line would be read as another option, or be run.
+        # A second line would be read as an option, or executed.
         if len(line.splitlines()) > 1 or "\0" in line:
             raise UsageError(f"an option of {plan.scheduler} has a line break in it: {line!r}")
     hooks = scheduler.HOOKS
@@ -57,7 +57,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         "",
         (
             "# Written by Ekiben. It needs the folder of its run: job.sh, which reads these parameters, environment and"
-            " key. `submit` makes it."
+            " key. `submit` creates it."
         ),
         f"run={quote(str(plan.folder))}",
         f"step={quote(step.name)}",
@@ -78,7 +78,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"binds=({quote_all(_binds(plan, step))})",
         f"live={quote(plan.live.origin) if plan.live else ''}",
         f"seeds=({quote_all(step.seeds)})",
-        # A function: $seed is known on the node only.
+        # A function: $seed has its value on the node only.
         f"set_task() {{ task=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in step.argv)}); }}",
         f"set_outputs() {{ outputs=({' '.join(map(_with_seed if step.seeds else quote, _outputs(step.argv)))}); }}",
         f"command_args=({quote_all(arg for word in plan.command_args for arg in word.split(' ', 1))})",
@@ -91,7 +91,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
 
 
 def _state_lines(plan: JobPlan) -> list[str]:
-    """Return the parameters by which a job knows the image that it was submitted with; empty ones take any."""
+    """Return the attributes of the image that the job checks; empty ones match any image."""
     state = plan.sif_state or SifState()
     needed = state.sha256 if plan.image.signature else ""  # jobs do not check a signature, but the file by this
     return [
@@ -139,7 +139,7 @@ def _function(name: str, *lines: str) -> list[str]:
 
 
 def _hook_lines(hooks: JobScriptHooks) -> list[str]:
-    """Return what differs from scheduler to scheduler, as functions that job.sh calls."""
+    """Return the scheduler's part of the script, as functions that job.sh calls."""
     # exec: job.sh runs these two in the background, and the process that it ends has to be the program itself.
     start = f"exec {hooks.start_all}" if hooks.start_all else ""
     remote = f"exec {hooks.start_remote}" if hooks.start_remote and not hooks.start_all else ""
@@ -166,7 +166,7 @@ def _folders(plan: JobPlan, step: JobStep) -> list[str]:
 
 
 def _binds(plan: JobPlan, step: JobStep) -> list[str]:
-    """Return the options that show folders inside: the user's, and the copies of --live in place of the image's."""
+    """Return the options that bind folders: the user's, and the copies of --live instead of the image's."""
     live = bind_args(plan.folder / LIVE, RECIPE_HOME, read_only=True) if plan.live else []
     return [*live, *(word for folder in _folders(plan, step) for word in bind_args(folder))]
 
@@ -191,7 +191,7 @@ def _modules(site: Site | None) -> list[str]:
 
 
 def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) -> str:
-    """Return what a job gets of ``environment``, as assignments that bash sources.
+    """Return the variables that a job gets, as assignments that bash sources.
 
     ``names``: further variables for the task, NAME or NAME=VALUE. Raises UsageError when one is not set, or has no
     valid name.
@@ -203,7 +203,7 @@ def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) 
         for name, value in environment.items()
         if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
         and re.fullmatch(passes(), name)
-        # What this shell has of a scheduler is not the job's.
+        # This shell's own scheduler variables are not the job's.
         and not name.startswith(prefixes)
         and name not in of_a_job
     }
@@ -214,8 +214,8 @@ def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) 
         if not is_set and name not in environment:
             raise UsageError(f"--env {name}: is not set here; --env {name}=VALUE")
         value = value if is_set else environment[name]
-        # What is for the task alone must not change the runtime outside, as PATH or LD_LIBRARY_PATH would. And what a
-        # site's modules set for containers does not replace what is asked for here.
+        # The task's variables must not affect the runtime, as PATH or LD_LIBRARY_PATH would. And variables that a
+        # site's modules set for containers do not replace those of the request.
         outside = ("",) if re.fullmatch(passes(), name) else ()
         kept |= {f"{prefix}{name}": value for prefix in (*outside, "APPTAINERENV_", "SINGULARITYENV_")}
     return "".join(f"export {name}={quote(value)}\n" for name, value in sorted(kept.items()))

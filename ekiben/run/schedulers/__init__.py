@@ -1,4 +1,4 @@
-"""What starts jobs on a cluster: schedulers, each a module of this folder that fits one Protocol.
+"""Schedulers of clusters: each is a module of this folder that fits one Protocol.
 
 To add a scheduler, add one file here and nothing elsewhere; its name is the file's name. It has what `Scheduler` lists:
 the parts of a job script that differ (`HOOKS`), how options are written (`PREFIX`, `resource_args`, `directives`), what
@@ -45,11 +45,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScriptHooks:
-    """What differs in a job script from scheduler to scheduler, as bash.
+    """The scheduler's part of a job script, as bash.
 
     ``job``, ``index``: the job's id, of an array the array's, and its index there (from 1; 0: it is in none).
     ``nodes``: prints their names, the first one first. ``start_all``: starts `bash "$script" node NUMBER "$nodes"
-    "$port" "$name"` on all nodes at once; else ``start_remote`` does so on one that is not the first. ``requeue``:
+    "$port" "$name"` on all nodes together; else ``start_remote`` starts one node other than the first. ``requeue``:
     puts this very job back into the queue; options that a site wants on the command line are in the array
     ``command_args``. ``prepare``: first lines. ``needs_timer``: the scheduler sends no signal before the walltime
     ends. ``requeue_waiting``: puts a job back whose turn has not come. ``node_number``: the node's number, from 0,
@@ -87,7 +87,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """A queue as a site profile has it: ``request`` asks for its nodes; None: its jobs cannot see which it is."""
+    """A queue in a site profile: ``request`` is its options; None: its jobs cannot determine it."""
 
     name: str | None = None
     request: tuple[str, ...] = ()
@@ -111,13 +111,13 @@ class Scheduler(Protocol):
     """As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
 
     TITLE: str  # as people call it
-    PREFERENCE: int  # of several that are here, the one with the smallest is taken
+    PREFERENCE: int  # of several schedulers on a machine, the smallest is used
     HOOKS: JobScriptHooks
     SUBMIT: Sequence[str]  # of a command that submits the script after it
-    PREFIX: str  # begins a line of the script that holds an option
+    PREFIX: str  # prefix of an option line in the script
     VARIABLES: tuple[str, ...]  # environment variables that belong to a job: prefixes that end with _, and names
-    LOCAL_FOLDER: str | None  # the variable that names the job's own folder on the node's disk
-    JOB_ID: str  # a regular expression: what the id of a job or an array may be, for `jobs` and `cancel`
+    LOCAL_FOLDER: str | None  # the variable with the job's own folder on the node's disk
+    JOB_ID: str  # a regular expression for the id of a job or an array, for `jobs` and `cancel`
     GPU_OPTION: str | None  # how most ask for a GPU where each site names them itself, and `resource_args` cannot
 
     def unavailable(self) -> str | None:
@@ -128,13 +128,13 @@ class Scheduler(Protocol):
     ]  # its option for the partition, account, qos, cpus and memory (in MiB) of a job, and exclusive
 
     def resource_args(self, nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
-        """Return options for nodes and what each has, where no site says it.
+        """Return options for nodes and their resources, without a site profile.
 
         Raises UsageError where only a site can.
         """
 
     def requested_gpus(self, args: Sequence[str]) -> int | None:
-        """Return how many GPUs per node options of the scheduler's own request; None where they do not tell."""
+        """Return the GPUs per node that the scheduler's own options request; None if unknown."""
 
     def example(self, line: str, gpu: bool) -> str:
         """Return a command that submits the shell command ``line`` as a job of two hours, for people to paste."""
@@ -152,7 +152,7 @@ class Scheduler(Protocol):
         """Return the limits of the queue that ``args`` name."""
 
     def interactive(self, args: Sequence[str], seconds: int | None, command: Sequence[str]) -> list[str] | None:
-        """Return what runs ``command`` on a node, in this terminal; None where the scheduler starts a shell only."""
+        """Return the command line for ``command`` on a node, in this terminal; None if only shells can be started."""
 
     def submit(self, script: Path, args: Sequence[str], after: str | None) -> str:
         """Submit a job that waits for job ``after``, and return its id.
@@ -164,7 +164,7 @@ class Scheduler(Protocol):
         """Return the jobs in the queue, by (id, index in the array or 0). Raises SchedulerError."""
 
     def ended(self, ids: Sequence[str]) -> Mapping[tuple[str, int], Job]:
-        """Return what the scheduler's records say of jobs that have ended; none where it keeps no records."""
+        """Return the end of jobs from the scheduler's records; empty where it keeps none."""
 
     def element_id(self, id: str, index: int) -> str:
         """Return the id of one job of the array ``id``, as users and ``cancel`` name it."""
@@ -177,7 +177,7 @@ GROUP = "ekiben.schedulers"
 
 
 def names() -> list[str]:
-    """Name every scheduler, whether or not it is here. Nothing is imported."""
+    """Name every scheduler, installed or not. Nothing is imported."""
     return plugins.names(__name__, GROUP)
 
 
@@ -188,9 +188,7 @@ def load(name: str) -> Scheduler:
 
 @functools.cache
 def job_id_pattern(name: str) -> re.Pattern[str]:
-    """Return what an id of a job of the scheduler ``name`` may be: what is none would be read as an option, or as a
-    list.
-    """
+    """Return the pattern of job ids of the scheduler ``name``: other texts could be options, or lists."""
     return re.compile(load(name).JOB_ID, re.ASCII)
 
 
@@ -210,9 +208,9 @@ def local_folders() -> tuple[str, ...]:
     return (*(one.LOCAL_FOLDER for one in by_preference().values() if one.LOCAL_FOLDER), "TMPDIR")
 
 
-ANSWER_SECONDS = 20.0  # for a small question: Slurm's own programs go on trying for minutes when its controller is down
+ANSWER_SECONDS = 20.0  # for a small question: Slurm's own programs retry for minutes when its controller is down
 LIST_SECONDS = 120.0  # for lists and records of jobs, which may be long
-_SILENT_SECONDS = 300.0  # that a program which did not answer is not asked again
+_SILENT_SECONDS = 300.0  # pause before asking a program that did not answer
 _GAVE_UP_SECONDS = 3.0  # or that failed so late: sinfo tries for 9 s where its controller's address refuses connections
 _silent: dict[str, tuple[float, subprocess.CompletedProcess[str]]] = {}
 

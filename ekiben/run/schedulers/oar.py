@@ -1,4 +1,4 @@
-"""OAR. It runs a script where it lies, so a job that goes back into the queue submits itself anew, under a new id."""
+"""OAR. It runs a script from its own path, so a requeued job submits itself again, under a new id."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Que
 
 TITLE = "OAR"
 PREFERENCE = 40
-# oarsub takes PWD for the working folder, which a job's script changes to by itself, and fails for some names.
+# oarsub uses PWD as the working folder and fails for some names; the script changes to its folder itself.
 SUBMIT = ("env", "PWD=/", "oarsub", "-S")
 PREFIX = "#OAR "
-_MAX_ANSWER = 256 << 20  # bytes: oarstat says all of every job
+_MAX_ANSWER = 256 << 20  # bytes: oarstat prints all fields of every job
 VARIABLES = ("OAR_",)
 LOCAL_FOLDER = None
 JOB_ID = r"[0-9]{1,9}"
 GPU_OPTION = "-l host=1/gpu=1"
 OPTIONS = {"partition": "-q ", "account": "--project "}
-# One job of an array comes back as a job of its own, which gets its index as an argument: OAR hands on no environment.
+# A requeued job of an array is a job of its own with its index as an argument: OAR passes no environment.
 _ANEW = (
     """sed '/^#OAR --array/d' "$script" >"$run/$name.again" && chmod 755 "$run/$name.again" &&"""
     """ new=$(oarsub -S "${{command_args[@]}}"{} "$run/$name.again again $index" | sed -n 's/^OAR_JOB_ID=//p')"""
@@ -41,9 +41,9 @@ HOOKS = JobScriptHooks(
     start_remote='oarsh "$host" /bin/bash "$script" node "$number" "$nodes" "$port" "$name"',
     requeue=_ANEW.format(""),
     requeue_waiting=_ANEW.format(""" -a "$(cat "$run/$before.job")\""""),
-    # OAR's own files are written anew by every start.
+    # Every start truncates OAR's own log files.
     prepare='exec >>"$run/$name.log" 2>&1',
-    # A job that came back from an array is in none, which OAR counts as an array of one.
+    # A requeued job of an array is in no array, which OAR counts as an array of one.
     is_queued="""timeout 20 oarstat -f --array "$1" 2>/dev/null | awk -v task="$index" '
     $1 == "job_array_index" { at = $3 }
     $1 == "state" { has_ended = $3 ~ /^(Terminated|Error|toError)$/ }
@@ -74,17 +74,17 @@ def unavailable() -> str | None:
 
 
 def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
-    """Return oarsub's options for nodes and what each has. Raises UsageError where only a site's profile can say it."""
+    """Return oarsub's options for nodes and their resources. Raises UsageError where only a site's profile has them."""
     if gpus or cpus or memory_mib:
         raise UsageError(
-            "how an OAR names GPUs and cores is each site's own affair",
+            "each site has its own OAR properties for GPUs and cores",
             hint=f"--site PROFILE, or the words themselves: --scheduler-arg '{GPU_OPTION}'",
         )
     return [f"-l nodes={nodes}"]
 
 
 def requested_gpus(args: Sequence[str]) -> int | None:
-    """Return how many GPUs per node oarsub's own options request, or None where they do not tell."""
+    """Return the GPUs per node that oarsub's own options request, or None if unknown."""
     counts = [int(count) for arg in args for count in re.findall(r"gpu=(\d+)", arg)]
     return max(counts) if counts else None if any(arg.startswith(("-l", "-q")) for arg in args) else 0
 
@@ -101,7 +101,7 @@ def queue(environment: Mapping[str, str], gpus: bool) -> Queue | None:
 
 def directives(request: Request) -> list[str]:
     """Return oarsub's options for a job script."""
-    # Of several -l OAR takes the one that begins first, so the walltime goes into the one there is.
+    # Of several -l OAR chooses the earliest start, so the walltime is added to the existing one.
     asked = list(request.args)
     if request.seconds:
         wall = f"walltime={clock(request.seconds)}"
@@ -127,7 +127,7 @@ def interactive(args: Sequence[str], seconds: int | None, command: Sequence[str]
 
 def limits(args: Sequence[str]) -> Limits:
     """Return the limits of the queue that ``args`` name, as far as they are known."""
-    return Limits(where="this OAR")  # its rules at admission refuse what can never run
+    return Limits(where="this OAR")  # its admission rules refuse jobs that can never run
 
 
 def submit(script: Path, args: Sequence[str], after: str | None) -> str:
@@ -221,7 +221,7 @@ def _asked(*options: str) -> list[dict[str, Any]]:
 
 
 def _records(answer: str) -> list[dict[str, Any]]:
-    """Return what oarstat says of each job. Raises SchedulerError when it is not what OAR documents."""
+    """Return oarstat's fields of each job. Raises SchedulerError when it is not what OAR documents."""
     if not answer.strip():
         return []
     try:

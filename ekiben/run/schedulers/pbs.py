@@ -1,6 +1,6 @@
 """PBS Professional and OpenPBS.
 
-A user's job cannot put itself back into the queue: it submits itself anew, under a new id.
+A user's job cannot put itself back into the queue: it submits itself again, under a new id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOCAL_FOLDER = "PBS_LOCALDIR"
 JOB_ID = r"[0-9]{1,12}(\[[0-9]{0,9}\])?(\.[\w-][\w.-]{0,200})?"
 GPU_OPTION = None
 OPTIONS = {"partition": "-q ", "account": "-P "}
-# One job of an array comes back as a job of its own.
+# A requeued job of an array is a job of its own.
 _ANEW = (
     """new=$(sed '/^#PBS -J/d' "$script" | qsub "${{command_args[@]}}" -v EKIBEN_INDEX="$index"{})"""
     """ && echo "$new" >"$run/$name.job\""""
@@ -64,7 +64,7 @@ def unavailable() -> str | None:
 
 
 def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
-    """Return qsub's options for nodes and what each has. Raises UsageError where only a site's profile can say it."""
+    """Return qsub's options for nodes and their resources. Raises UsageError where only a site's profile can say it."""
     chunk = [
         f"select={nodes}",
         *([f"ncpus={cpus}"] if cpus else []),
@@ -75,7 +75,7 @@ def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | Non
 
 
 def requested_gpus(args: Sequence[str]) -> int | None:
-    """Return how many GPUs per node qsub's own options request, or None where they do not tell."""
+    """Return the GPUs per node that qsub's own options request, or None if unknown."""
     counts = [int(count) for arg in args for count in re.findall(r"ngpus=(\d+)", arg)]
     return max(counts) if counts else None if any(arg.startswith("-q") for arg in args) else 0
 
@@ -135,7 +135,7 @@ def limits(args: Sequence[str]) -> Limits:
 
 def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with qsub's message."""
-    wait = ["-W", f"depend=afterany:{after}"] if after else []  # the step itself looks how the one before ended
+    wait = ["-W", f"depend=afterany:{after}"] if after else []  # the script itself checks how the previous step ended
     done = run([*SUBMIT, *wait, *(arg for word in args for arg in word.split(" ", 1)), str(script)], check=False)
     if done.returncode:
         raise SchedulerError(done.stderr.strip())
@@ -178,7 +178,7 @@ def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What qstat prints of a job; "" and 0 for what it does not know yet. ``nodes``: joined by commas."""
+    """qstat's fields of a job; "" and 0 if not known yet. ``nodes``: joined by commas."""
 
     state: str
     nodes: str
@@ -200,7 +200,7 @@ class _Record:
 
 
 def _records(answer: str) -> dict[str, _Record]:
-    """Return what qstat says of each job, by its id. Raises SchedulerError when it is not what PBS documents."""
+    """Return qstat's fields of each job, by its id. Raises SchedulerError when it is not what PBS documents."""
     if not answer.strip():
         return {}
     try:

@@ -24,7 +24,7 @@ LOCAL_FOLDER = "SGE_LOCALDIR"
 JOB_ID = r"[0-9]{1,9}"
 GPU_OPTION = "-l gpu=1"
 OPTIONS = {"partition": "-q ", "account": "-P "}
-# One job of an array comes back as a job of its own.
+# A requeued job of an array is a job of its own.
 _ANEW = (
     """new=$(sed -e '/^#[$] -t/d' -e "/^#[$] -o/s/[$]TASK_ID/$index/" "$script" |"""
     """ qsub -terse "${{command_args[@]}}" -v EKIBEN_INDEX="$index"{})"""
@@ -41,11 +41,11 @@ HOOKS = JobScriptHooks(
         'qrsh -inherit -nostdin "$host" /bin/bash "$(printf %q "$script")" node "$number" "$nodes" "$port" "$name"'
     ),
     # 99: back into the queue under the same id. A job of several hosts then waits on (8.1.9: "host cleanup has not
-    # finished"), so it submits itself anew, where it may.
+    # finished"), so it submits itself again, where it may.
     requeue=f"{{ [[ $nodes = *,* ]] && {_ANEW.format('')}; }} || code=99",
     prepare='exec >>"$run/$name.log" 2>&1',
     requeue_waiting=_ANEW.format(""" -hold_jid "$(cat "$run/$before.job")\""""),
-    # A job that came back from an array is in none.
+    # A requeued job of an array is in no array.
     is_queued="""timeout 20 qstat -xml -g d -u '*' 2>/dev/null | awk -F '[<>]' -v job="$1" -v task="$index" '
     $2 == "JB_job_number" { id = $3; at = task }
     $2 == "tasks" { at = $3 }
@@ -65,17 +65,17 @@ def unavailable() -> str | None:
 
 
 def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
-    """Return qsub's options for nodes and what each has. Raises UsageError where only a site's profile can say it."""
+    """Return qsub's options for nodes and their resources. Raises UsageError where only a site's profile can say it."""
     if nodes > 1 or gpus or cpus or memory_mib:
         raise UsageError(
-            "how a Grid Engine names nodes, GPUs and cores is each site's own affair",
+            "each site has its own names for nodes, GPUs and cores",
             hint="--site PROFILE, or the words themselves: --scheduler-arg '-l gpu=1' --scheduler-arg '-pe mpi 2'",
         )
     return []
 
 
 def requested_gpus(args: Sequence[str]) -> int | None:
-    """Return how many GPUs per node qsub's own options request, or None where they do not tell."""
+    """Return the GPUs per node that qsub's own options request, or None if unknown."""
     counts = [int(count) for arg in args for count in re.findall(r"gpu=(\d+)", arg)]
     return max(counts) if counts else None if any(arg.startswith(("-l", "-q")) for arg in args) else 0
 
@@ -115,13 +115,15 @@ def interactive(args: Sequence[str], seconds: int | None, command: Sequence[str]
 
 def limits(args: Sequence[str]) -> Limits:
     """Return the limits of the queue that ``args`` name, as far as they are known."""
-    return Limits(where="this Grid Engine")  # a site's profile knows; -w e has the scheduler refuse the rest
+    return Limits(
+        where="this Grid Engine"
+    )  # limits come from the site's profile; -w e makes the scheduler check the rest
 
 
 def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with qsub's message."""
     wait = ["-hold_jid", after] if after else []
-    # -w e: what no queue can ever run is refused instead of waiting for ever.
+    # -w e: refuse jobs that no queue can ever run.
     done = run(
         [*SUBMIT, "-terse", "-w", "e", *wait, *(arg for word in args for arg in word.split(" ", 1)), str(script)],
         check=False,
@@ -160,7 +162,7 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
 
 
 def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
-    """Return what qacct says of jobs that have ended."""
+    """Return qacct's records of jobs that have ended."""
     statuses = {}
     for id in ids:
         for record in ask(["qacct", "-j", id], timeout=LIST_SECONDS).stdout.split("=" * 62)[1:]:
@@ -186,7 +188,7 @@ def element_id(id: str, index: int) -> str:
 
 def cancel(ids: Sequence[str]) -> None:
     """Cancel jobs with qdel. Raises SchedulerError when it refuses."""
-    # Of an array's job, 7.2, the option -t takes the index.
+    # For a task 7.2 of an array, the index is passed with -t.
     commands = [["qdel", id, *(["-t", index] if index else [])] for id, _, index in (id.partition(".") for id in ids)]
     done = next(
         (done for command in commands if (done := run(command, check=False, timeout=LIST_SECONDS)).returncode), None

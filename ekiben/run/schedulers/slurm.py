@@ -1,4 +1,4 @@
-"""Slurm. The job goes back into the queue under its own id, so that what waits for it goes on waiting."""
+"""Slurm. A requeued job keeps its id, so that jobs that depend on it keep waiting."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ OPTIONS = {
 }
 HOOKS = JobScriptHooks(
     job='"${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"',
-    # From 22.05 on srun does not take over how many CPUs sbatch was asked for.
+    # From 22.05 on srun does not inherit the CPUs of sbatch.
     prepare='[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
     index='"${SLURM_ARRAY_TASK_ID:-0}"',
     nodes='scontrol show hostnames "$SLURM_JOB_NODELIST"',
     # One task on each node, which has all of the node's GPUs. The launchers end together, and with one exit code;
-    # --wait is for a node on which none came up.
+    # --wait is for a node on which no process started.
     start_all='srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 bash "$script" node 0 "$nodes" "$port" "$name"',
     node_number="${SLURM_NODEID:-$1}",
-    # Slurm would put a cancelled job back, too; such a job is COMPLETING. One that is put back is ended by Slurm.
+    # Slurm would requeue a cancelled job, too; such a job is COMPLETING. Slurm ends a requeued one.
     requeue=(
         'scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"'
     ),
@@ -60,7 +60,7 @@ def unavailable() -> str | None:
 
 
 def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
-    """Return sbatch's options for nodes and what each has. Raises UsageError where only a site's profile can say it."""
+    """Return sbatch's options for nodes and their resources. Raises UsageError where only a site's profile has them."""
     asked = [f"--nodes={nodes}"]
     if gpus:
         asked.append(f"--gpus-per-node={gpus}")
@@ -72,7 +72,7 @@ def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | Non
 
 
 def requested_gpus(args: Sequence[str]) -> int | None:
-    """Return how many GPUs per node sbatch's own options request, or None where they do not tell."""
+    """Return the GPUs per node that sbatch's own options request, or None if unknown."""
     counts = [re.search(r"(?:^-G ?|gpus?(?:-per-\w+)?)(?:$|[=: ](?:[^\d:]\w*:)?(\d+)?)", arg) for arg in args]
     requested = [int(count[1] or 1) for count in counts if count]
     return max(requested) if requested else None if any(arg.startswith("--exclusive") for arg in args) else 0

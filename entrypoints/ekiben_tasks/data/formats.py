@@ -14,7 +14,7 @@ ADVICE = "save the examples as JSONL in UTF-8, one object per line, or as Parque
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
 SUFFIXES = (*_TEXTS, *_TABLES)
-# What Dataset.save_to_disk() writes beside its data.
+# Metadata files of Dataset.save_to_disk().
 _METADATA = {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 
@@ -55,7 +55,7 @@ def read_file(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _format(file: Path) -> str:
-    """Return the suffix that says the format: .jsonl of a.jsonl.gz. Tables compress themselves."""
+    """Return the suffix of the format: .jsonl of a.jsonl.gz. Tables compress themselves."""
     if file.suffix in input_files.COMPRESSED:
         inner = file.with_suffix("").suffix
         return inner if inner in _TEXTS else ""
@@ -120,7 +120,7 @@ def _decode_lines(file: Path) -> Iterator[str]:
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow  # only here: half a second of import that most runs do not need
+    import pyarrow  # imported here: half a second of import that most runs do not need
     import pyarrow.parquet
 
     input_files.check_regular(file, ADVICE)

@@ -4,8 +4,8 @@ A step of the optimizer takes ``batch_size`` examples; they are split into micro
 is divided by the number of target tokens of the whole step, so how the step is split does not change its gradient.
 
 Models whose attention is not transformers' exchangeable one (Falcon, MPT, GPT-Neo), or that keep a state (Mamba), get
-the examples side by side instead, padded at the right: there no real token can see the padding, because attention is
-causal. Where the padding would change something all the same, only examples of equal length are side by side.
+the examples as rows instead, padded at the right: there no real token can see the padding, because attention is
+causal. Where the padding would still change results, a batch has only examples of equal length.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PackedBatch:
     cu_seqlens: torch.Tensor  # [examples + 1], int32: 0, then where each example ends
     seq_lens: tuple[int, ...]
     layout: Layout = "packed"
-    asks: bool = False  # for the likeliest tokens in place of the loss of the labels
+    asks: bool = False  # for the likeliest tokens instead of the loss of the labels
 
     def ask(self) -> PackedBatch:
         """Return the batch as a question for the tokens at its labels' places."""

@@ -1,4 +1,4 @@
-"""Define what an example is: an instruction and its response, columns for a template, or a conversation.
+"""Define the kinds of examples: an instruction and its response, columns for a template, or a conversation.
 
 Examples are checked here, one by one, and every problem is a sentence; tokenize.py makes tokens of the valid ones.
 """
@@ -17,7 +17,7 @@ from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import SettingError, nearest
 from ekiben_tasks.task.settings import option
 
-# The first name is the field's, the others are what well-known data sets call it.
+# The first name is the field's, the others are those of well-known data sets.
 _COLUMNS = {
     "instruction": ("instruction", "prompt", "question"),
     "input": ("input", "context"),
@@ -35,7 +35,7 @@ _ROLES = {
     "gpt": "assistant",
 }
 _MARKED = re.compile(r"<\|(system|prompter|assistant)\|>(.*?)(?=<\|(?:system|prompter|assistant)\|>|\Z)", re.DOTALL)
-# What a chat template may render of a message beside its content.
+# Keys of a message besides its content that a chat template may render.
 _TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
 _MESSAGE_KEYS = {"role", "from", "content", "value", "weight", "train", *_TEMPLATE_KEYS}
 _PREFERENCES = ("chosen", "rejected")
@@ -116,7 +116,7 @@ def check_format(form: DatasetFormat) -> None:
 
 
 def parse_example(item: Any, form: DatasetFormat, *, asked: bool = False) -> RawExample | str:
-    """Return ``item`` as an example, or a sentence that says what is wrong with it.
+    """Return ``item`` as an example, or a sentence about its error.
 
     asked: only the prompt is needed; a response is left out.
     """
@@ -198,7 +198,7 @@ def _text(item: str | Mapping[str, Any], column: str, asked: bool) -> PromptComp
 
 def _instruction(item: Mapping[str, Any], asked: bool) -> Instruction | PromptCompletion | str:
     if isinstance(item.get("prompt"), list):
-        return "prompt is a list of messages; take --set form.kind=chat"
+        return "prompt is a list of messages; use --set form.kind=chat"
     values = {}
     for column, names in _COLUMNS.items():
         present = [name for name in names if item.get(name) is not None]
@@ -298,7 +298,7 @@ def _conversation(item: Mapping[str, Any], asked: bool) -> Conversation | str:
         new = _split_marked(value) if isinstance(value, str) else _messages(value)
         if isinstance(new, str):
             return f"{column}: {new}"
-        # The loss counts the completion alone, as TRL does with messages in prompt and completion.
+        # The loss counts only the completion, as TRL does with messages in prompt and completion.
         messages += [replace(each, is_target=False) for each in new] if column == "prompt" else new
     column = " and ".join(columns)
     if asked and messages and messages[-1].role == "assistant":
@@ -312,7 +312,7 @@ def _conversation(item: Mapping[str, Any], asked: bool) -> Conversation | str:
 
 
 def _turn_problem(messages: Sequence[Message], asked: bool) -> str:
-    """Return what is wrong with the order of ``messages``, or nothing."""
+    """Return the error in the order of ``messages``, or nothing."""
     before = ""
     for number, message in enumerate(messages, 1):
         role, calls = message.role, number > 1 and "tool_calls" in (messages[number - 2].keys or {})

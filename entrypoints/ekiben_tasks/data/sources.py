@@ -38,11 +38,11 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Describe where examples come from: a hub data set, a folder or a file.
+    """Describe the source of examples: a hub data set, a folder or a file.
 
     validation_split: the share of its rows kept for evaluation; 1: all. split, eval_split: of a hub data set or a
     folder: what is trained on, and what evaluation takes instead of a share; empty: train and, of a folder, its
-    validation or test files. subset, revision: of a hub data set. take: only so many rows are read, the first ones,
+    validation or test files. subset, revision: of a hub data set. take: the number of rows to read, from the first one,
     and of a hub data set fetched; 0: all. weight: its share of a mixture of sources.
     """
 
@@ -73,8 +73,8 @@ class SplitExamples:
     bad: list[InvalidExample] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # file → its SHA-256, hub data set → its commit
-    unused: Counter[str] = field(default_factory=Counter)  # column or key that nothing reads → number of examples
-    notes: list[str] = field(default_factory=list)  # sentences about what was read how, for the plan
+    unused: Counter[str] = field(default_factory=Counter)  # unused column or key → number of examples
+    notes: list[str] = field(default_factory=list)  # sentences about the files read, for the plan
     sha256: str = ""
 
 
@@ -164,7 +164,7 @@ def read_prompts(
     selection, _, notes = _open_source(source, form)
     if notes and not source.split:
         raise TaskError(
-            f"{source.location}: its files are of several splits; name the one to answer:"
+            f"{source.location}: its files belong to several splits; name one of them:"
             f" --set 'data={{source: {source.location}, split: test}}'"
         )
     result = SplitExamples()
@@ -251,7 +251,7 @@ def _parse_source(item: Any, validation_split: float) -> Source:
         return Source(item, validation_split)
     if not isinstance(item, dict) or not isinstance(item.get("source"), str) or not item["source"]:
         raise TaskError(
-            f"setting data: {item!r} is no source; write a location, or {{source: LOCATION, validation_split: 0.01}}"
+            f"setting data: {item!r} is not a source; write a location, or {{source: LOCATION, validation_split: 0.01}}"
         )
     if "test_share" in item:
         warn_renamed("data: {test_share}", "data: {validation_split}")
@@ -280,14 +280,14 @@ def _parse_source(item: Any, validation_split: float) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """What is read of a source for one use: files, or a table of the hub."""
+    """Hold the part of a source for one use: files, or a table of the hub."""
 
     files: tuple[Path, ...] = ()
     table: Any = None
 
 
 def _open_source(source: Source, form: DatasetFormat) -> tuple[_Selection, _Selection | None, list[str]]:
-    """Return (what is trained on, what evaluation takes if that is no share of it, sentences for the plan)."""
+    """Return (training data, evaluation data if they are not a share of them, sentences for the plan)."""
     if is_hub(source.location):
         train = _Selection(table=_load_hub(source, source.split or "train"))
         return train, _Selection(table=_load_hub(source, source.eval_split)) if source.eval_split else None, []
@@ -319,7 +319,7 @@ def _read_examples(
     result.bad += bad
     if of_hub:
         result.versions |= {source.location: commit} if (commit := find_commit(selection.table)) else {}
-    else:  # after they were read: of what is no data, nobody waits for a checksum
+    else:  # after they were read: no checksum of a file that is not data
         result.versions |= {str(file): _sha256(file) for file in selection.files}
     return good
 
@@ -392,14 +392,14 @@ def _list_files(path: Path, *, texts: bool) -> list[Path]:
         return [path]
     files = sorted(file for file in path.rglob("*") if formats.is_data(file) and not file.is_dir())
     files = [file for file in files if not any(name.startswith(".") for name in file.relative_to(path).parts)]
-    files = [file for file in files if texts or not formats.is_text(file)]  # a README is no data
+    files = [file for file in files if texts or not formats.is_text(file)]  # a README is not a data
     if not files:
         raise TaskError(f"{path}: holds no {', '.join(formats.SUFFIXES)} file")
     return files
 
 
 def _load_hub(source: Source, split: str) -> Any:
-    import datasets  # only here: seconds of import that local files do not need
+    import datasets  # imported here: seconds of import that local files do not need
 
     datasets.disable_progress_bars()
     try:

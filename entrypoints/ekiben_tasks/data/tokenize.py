@@ -110,7 +110,7 @@ class _Rendered:
 def render_prompt(instruction: str, input: str = "") -> str:
     """Return the text before the response, under Alpaca's headings (github.com/tatsu-lab/stanford_alpaca).
 
-    A heading inside ``instruction`` or ``input`` gets a second space, so that it is no heading.
+    A heading inside ``instruction`` or ``input`` gets a second space, so that it is not a heading.
     """
     instruction, input = escape(instruction), escape(input)
     if input:
@@ -179,13 +179,13 @@ def encode_examples(
     mask_prompt: bool = True,
     last_only: list[RawExample] | None = None,
 ) -> list[Example]:
-    """Return the tokens of every example, with an end token last; of a template with generation marks, what it marks.
+    """Return the tokens of every example, with an end token last; targets may come from a template's generation marks.
 
     mask_prompt: the prompt's tokens are ignored; otherwise all tokens are targets. last_only: gets the conversations
     whose last message alone is a target, because the chat template changes earlier ones.
 
     Raises:
-        TaskError: the chat template refuses a conversation, or renders its last message in another way than it asks.
+        TaskError: the chat template refuses a conversation, or renders its last message unlike its prompt.
     """
     ends = _special_ids(tokenizer) if examples and isinstance(examples[0], Conversation) else set()
     encoded = []
@@ -204,7 +204,7 @@ def describe_unknown(tokenizer: Any, ids: Sequence[int], embeddings: int) -> str
         return ""
     return (
         f"has the token {tokenizer.convert_ids_to_tokens(number)!r}, number {number:,} of the tokenizer, and the model"
-        f" has embeddings of {embeddings:,} tokens alone; take the tokenizer that belongs to the model, or a model with"
+        f" has embeddings of {embeddings:,} tokens alone; use the tokenizer that belongs to the model, or a model with"
         " that token"
     )
 
@@ -276,7 +276,7 @@ def _render_marked(tokenizer: Any, example: Conversation, messages: Sequence[dic
     if not all(are_targets) and len(spans) != len(are_targets):
         raise TaskError(
             f"the chat template marks {len(spans)} parts as generated of {len(are_targets)} messages of the assistant,"
-            " so weight 0 or train false cannot be obeyed; take a template that marks each message once"
+            " so weight 0 or train false cannot be obeyed; use a template that marks each message once"
         )
     if not all(are_targets):
         spans = [span for span, is_target in zip(spans, are_targets, strict=True) if is_target]
@@ -289,7 +289,7 @@ def _render_marked(tokenizer: Any, example: Conversation, messages: Sequence[dic
 def _render_turns(
     tokenizer: Any, example: Conversation, messages: Sequence[dict[str, Any]], special: Sequence[str]
 ) -> _Rendered | None:
-    """Return all turns of the assistant as responses; None: what is asked with is no beginning of the next text."""
+    """Return all turns of the assistant as responses; None: a prompt is not a prefix of the next text."""
     text, responses = "", list[tuple[int, int]]()
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -308,7 +308,7 @@ def _render_turns(
 def _render_last_turn(
     tokenizer: Any, example: Conversation, messages: Sequence[dict[str, Any]], special: Sequence[str]
 ) -> _Rendered:
-    """Return the text that the model is asked with before its last message, and this message as the response.
+    """Return the prompt of the last message, and this message as the response.
 
     Raises:
         TaskError: the message has no weight, or the template does not render it after that text.
@@ -324,14 +324,14 @@ def _render_last_turn(
     if complete.startswith(prompt):
         answer = complete[len(prompt) :]
     elif mark and not prompt[len(before) + len(mark) :].strip() and complete.startswith(before):
-        # The prompt begins the reasoning, which the template leaves out of an answer, or begins in another way.
+        # The prompt opens a block of reasoning that the template omits from an answer, or opens differently.
         answer = complete[len(before) :]
         has_mark = answer.startswith(mark)
         answer = answer.removeprefix(mark).lstrip("\n") if has_mark else _reason(messages[-1]["content"]) + answer
     else:
         raise TaskError(
-            "the tokenizer's chat template begins an answer otherwise than it asks for it, or changes earlier turns"
-            " when later ones come, so the model would be trained on other text than it is asked with; use another:"
+            "the tokenizer's chat template renders an answer that does not begin as its prompt ends, or changes earlier"
+            " turns when later ones come, so the model would be trained on another text than its prompts; use another:"
             " --set form.chat=prompter, or a Jinja file of your own"
         )
     text = prompt + _cut_after_end(answer, tokenizer.eos_token, special)
@@ -339,13 +339,13 @@ def _render_last_turn(
 
 
 def _reason(content: str) -> str:
-    """Return the reasoning in an answer, which may be none, with its end mark: what follows a prompt's <think>."""
+    """Return the reasoning in an answer (possibly empty) with its end mark: the text after a prompt's <think>."""
     reasoning, mark, _ = content.rpartition("</think>")
     return f"{reasoning.removeprefix('<think>').strip()}\n</think>\n\n" if mark else "\n</think>\n\n"
 
 
 def _check_template(tokenizer: Any, example: Conversation) -> None:
-    """Check that the chat template renders what the messages have beside their content.
+    """Check that the chat template renders the other keys of the messages.
 
     Raises:
         TaskError: it does not; the message names the key.
@@ -358,13 +358,13 @@ def _check_template(tokenizer: Any, example: Conversation) -> None:
         _rendered_roles.add((template, roles))
     if ignored := sorted(key for key in keys - _LINKS if key not in template):
         raise TaskError(
-            f"the tokenizer's chat template does not use {', '.join(ignored)}; take one that does (--set form.chat= a"
+            f"the tokenizer's chat template does not use {', '.join(ignored)}; use one that does (--set form.chat= a"
             " Jinja file), or remove it from the data"
         )
 
 
 def _check_roles(tokenizer: Any, example: Conversation) -> None:
-    """Check that the chat template renders the content of all messages: some leave out roles, or take no plain text.
+    """Check that the chat template renders the content of all messages: some omit roles, or do not accept plain text.
 
     Raises:
         TaskError: it does not, or refuses the conversation.
@@ -375,10 +375,10 @@ def _check_roles(tokenizer: Any, example: Conversation) -> None:
     ]
     text = _apply_template(tokenizer, marked, example.tools, add_generation_prompt=False)
     for message in marked:
-        # Many templates render calls of tools instead of the text beside them.
+        # Many templates render tool calls without the accompanying text.
         if message["content"] not in text and "tool_calls" not in message:
             raise TaskError(
-                f"the tokenizer's chat template leaves out messages by {message['role']}; take one that has them (--set"
+                f"the tokenizer's chat template leaves out messages by {message['role']}; use one that has them (--set"
                 " form.chat= a Jinja file), or remove them from the data"
             )
 
@@ -397,7 +397,7 @@ def _apply_template(
 def _explain_template() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # a template is a program and raises what it likes
+    except Exception as error:  # a template is a program and may raise any exception
         raise TaskError(
             f"the tokenizer's chat template refuses a conversation: {' '.join(str(error).split())[:300]}"
         ) from error
@@ -458,7 +458,7 @@ def _encode(
 
 
 def _cuts(rendered: _Rendered) -> list[int]:
-    """Up to where a text is tokenised: each point where the model is asked, and its end."""
+    """The boundaries of a text's tokenisation: the end of each prompt, and of the text."""
     return [*(start for start, _ in rendered.responses), len(rendered.text)]
 
 
@@ -475,7 +475,7 @@ def _join(
         asked = len(ids)
         if new[:asked] == ids:
             ids = new
-        else:  # a token would span the point where the model was asked
+        else:  # a token would span the boundary of prompt and response
             encoding = None
             ids = ids + _encode_continuation(tokenizer, rendered.text[begin:cut], options)
         if index:
@@ -492,7 +492,7 @@ def _join(
 
 
 def _encode_continuation(tokenizer: Any, text: str, options: dict[str, bool]) -> list[int]:
-    """Return the ids of ``text`` where other text is before it: without the space that a tokenizer may put in front."""
+    """Return the ids of ``text`` after other text: without the space that a tokenizer may prepend."""
     options = {**options, "add_special_tokens": False}
     for before in ("\n", "a", "."):
         prefix: list[int] = tokenizer(before, **options)["input_ids"]

@@ -25,7 +25,7 @@ from ekiben_tasks.distributed.watch import Watch
 from ekiben_tasks.task.errors import TaskError
 
 MEET_SECONDS = 900.0  # that a process waits until all of the run have started
-LEAVE_SECONDS = 60.0  # that a process which has done its work waits for the others
+LEAVE_SECONDS = 60.0  # timeout of a finished process that waits for the others
 REQUEUE = 75  # EX_TEMPFAIL: saved, not finished; schedulers requeue on it
 
 
@@ -69,7 +69,7 @@ class DistributedContext:
         return int(shared)
 
     def destroy(self) -> None:
-        """Destroy the process group, once all processes have come here."""
+        """Destroy the process group after all processes have called this."""
         leave_group()
 
 
@@ -105,7 +105,7 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     try:
         store = _meet(size, timeout)
-        # While the first process reads a large model from a slow disk, the others wait in a broadcast.
+        # The others wait in a broadcast while the first process reads a large model from a slow disk.
         # Without a GPU, gloo: the error that there is none comes from choose_device(), not from NCCL.
         torch.distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -113,19 +113,19 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
             store=store,
             rank=world.rank,
             world_size=size,
-            # With the device given, NCCL does not guess one at the first barrier.
+            # With a device, NCCL need not guess one at the first barrier.
             device_id=torch.device("cuda", world.local_rank) if on_gpu else None,
         )
     except (RuntimeError, ValueError) as error:
         if size == 1:
             raise TaskError(
-                "no process group can be created, which this run wants of its one process:"
+                "no process group can be created, which this run needs with one process, too:"
                 f" {' '.join(str(error).split())[:300]}; gloo needs a network interface that is up, be it the loopback"
                 " alone"
             ) from error
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TaskError(
-            f"the {size} processes of this run cannot meet at {meeting}: {' '.join(str(error).split())[:300]}; where"
+            f"the {size} processes of this run cannot connect at {meeting}: {' '.join(str(error).split())[:300]}; where"
             " the port is in use, choose another (MASTER_PORT; torchrun --master-port); where nothing answers, look at"
             " MASTER_ADDR and the firewall"
         ) from error
@@ -171,17 +171,17 @@ def _store() -> Any:
 
 
 def leave_group() -> None:
-    """Destroy the process group, if there is one, once all its processes have come here."""
+    """Destroy the process group, if there is one, after all its processes have called this."""
     if torch.distributed.is_initialized():
         wait_for_peers()
         torch.distributed.destroy_process_group()
 
 
 def wait_for_peers() -> None:
-    """Wait until all processes have done their last collective. A second call does nothing.
+    """Wait until all processes have finished their last collective. A second call does nothing.
 
     One that left right after a collective would close its connections, and perhaps the store, while another one is
-    still in it: "Connection closed by peer", and a run that has ended well fails.
+    still in it: "Connection closed by peer", and a run that has succeeded fails.
     """
     global _finished, _watch
     if not torch.distributed.is_initialized() or _finished == _groups:
@@ -191,7 +191,7 @@ def wait_for_peers() -> None:
         _watch = None
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if size > 1:
-        with contextlib.suppress(RuntimeError):  # a process is gone: the others need not wait for it
+        with contextlib.suppress(RuntimeError):  # a process has died: the others need not wait for it
             store, deadline = _store(), time.monotonic() + LEAVE_SECONDS
             store.set(f"done-{rank}", "1")
             _wait_for(store, [f"done-{peer}" for peer in range(size)], deadline)
@@ -203,7 +203,7 @@ def wait_for_peers() -> None:
 
 
 def _wait_for(store: Any, keys: list[str], deadline: float) -> None:
-    """Wait in short turns, so that a signal is answered."""
+    """Wait in short turns, so that signals are handled."""
     pause = 0.001
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(pause)
@@ -243,9 +243,7 @@ def shared_scratch(world: DistributedContext, output: Path | None) -> Iterator[P
 
 
 def continue_alone() -> None:
-    """Go on as a run of one process, here and in what is started from here: what has to be checked once after a run of
-    several.
-    """
+    """Continue as a run of one process, also in programs started from here: for checks after a run of several."""
     leave_group()
     # Not removed: where srun has started several, a task without WORLD_SIZE is refused.
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -265,10 +263,10 @@ def check_grace_period(seconds: float) -> str | None:
 
 
 class Stop:
-    """Turn SIGTERM, SIGUSR1 (requeue) and the first ^C into ``exit_code``; a second ^C ends the process at once.
+    """Turn SIGTERM, SIGUSR1 (requeue) and the first ^C into ``exit_code``; a second ^C ends the process immediately.
 
-    Until ``saves`` is set there is nothing to save, and any of these signals ends the process at once. unsaved: what is
-    printed then.
+    Until ``saves`` is set there is nothing to save, and any of these signals ends the process immediately. unsaved: the
+    message for that case.
     """
 
     def __init__(self, unsaved: str = "stopping; there is nothing to save yet") -> None:
@@ -284,7 +282,7 @@ class Stop:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.exit_code = 130 if number == signal.SIGINT else REQUEUE
-        # os.write, not print: a signal may come in the middle of a print.
+        # os.write, not print: a signal may interrupt a print.
         what = "saving and stopping" if self.saves else self.unsaved
         os.write(2, f"{signal.Signals(number).name}: {what}\n".encode())
         if not self.saves:

@@ -1,4 +1,4 @@
-"""End a failing process of a run at once, with one sentence that names it, and without waiting for the others.
+"""End a failing process of a run immediately, with one sentence that names it, without waiting for the others.
 
 The launcher prints the sentence of the first process that fails and ends the others. A process that fails only because
 another one is gone reports nothing for a while: the launcher knows the cause.
@@ -20,9 +20,9 @@ from typing import NoReturn
 from ekiben_tasks.task import command
 from ekiben_tasks.task.errors import TaskError, explain_disk, print_frames
 
-FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # where the launcher looks for the sentences: a file rank-N each
-PATIENCE = 5.0  # seconds that a process with nothing new to say leaves to the one that failed first
-# What CUDA's libraries say where PyTorch's own allocator is not the one that failed.
+FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # folder of the processes' messages for the launcher: rank-N
+PATIENCE = 5.0  # seconds that a process without a cause of its own waits for the first failed one
+# Messages of CUDA's libraries when an allocation outside PyTorch fails.
 _OUT_OF_MEMORY = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -85,7 +85,7 @@ def report(error: BaseException) -> int:
     """Report why this process fails, to the launcher or, where there is none, to the user; return its exit code."""
     lost = is_peer_lost(error)
     if lost or (not _has_started() and os.environ.get("RANK", "0") != "0" and FAILURE_DIR not in os.environ):
-        # All processes find the same mistake in a setting; and who lost another one knows no cause.
+        # All processes report the same wrong setting; a process that lost another one knows no cause.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(PATIENCE)
@@ -96,7 +96,7 @@ def report(error: BaseException) -> int:
         sentence, code = f"{name_process()}: another process of the run is gone ({_one_line(error)})", 1
     elif is_out_of_memory(error):
         sentence = (
-            f"{name_process()}: out of GPU memory ({_one_line(error)}); take smaller micro-batches, "
+            f"{name_process()}: out of GPU memory ({_one_line(error)}); use smaller micro-batches, "
             "more GPUs, or GPUs nobody else is using"
         )
         code = 1
@@ -131,7 +131,7 @@ def name_process() -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that a GPU has no memory left, whichever library requested it."""
+    """Return whether ``error`` means that a GPU is out of memory, for allocations of any library."""
     if type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
@@ -157,6 +157,6 @@ def _has_started() -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    """The first line alone: below it PyTorch appends frames of C++."""
+    """Return the first line: below it PyTorch appends C++ frames."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

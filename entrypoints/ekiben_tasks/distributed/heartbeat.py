@@ -1,4 +1,4 @@
-"""Tell where this process of a run is, so that a run in which one of them hangs can be ended.
+"""Report the position of this process in a run, to detect a hanging process.
 
 A process that waits for a file system that does not answer neither fails nor ends, and all others wait for it in a
 collective. Each writes where it is into a file in the folder of failures.py, which the launcher reads; under another
@@ -17,7 +17,7 @@ from typing import TypedDict
 from ekiben_tasks.distributed.failures import FAILURE_DIR
 
 LONGEST = 3600.0  # seconds that loading, compiling and saving may take, and each wait for another process
-_SIZE = 256  # bytes of the record: written as one block, so that no reader finds half of two
+_SIZE = 256  # bytes of the record: written as one block, so that a reader never sees a partial one
 
 
 class Phase(enum.Enum):

@@ -25,7 +25,7 @@ class OptimizerConfig:
 
     learning_rate: float
     weight_decay: float
-    max_grad_norm: float  # longer gradients are clipped to this; 0: none are
+    max_grad_norm: float  # maximum norm of the gradient; 0: no clipping
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
     name: OptimizerName = "adamw"
 
@@ -90,7 +90,7 @@ class MuonWithAdamW:
 
 
 def name_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return what implements ``optimizer``: "torch.optim.AdamW, fused" or "deepspeed.ops.adam.DeepSpeedCPUAdam"."""
+    """Return the class of ``optimizer``: "torch.optim.AdamW, fused" or "deepspeed.ops.adam.DeepSpeedCPUAdam"."""
     if isinstance(optimizer, MuonWithAdamW):
         return " and ".join(map(name_optimizer, optimizer.optimizers))
     kind = type(optimizer)
@@ -113,7 +113,7 @@ def load_weights(read: Reader, parameters: Mapping[str, torch.Tensor], optimizer
     parameters: by name, complete or sharded over the processes, each of which then takes its own shard.
 
     Raises:
-        TaskError: the checkpoint cannot be read, or is another model's.
+        TaskError: the checkpoint cannot be read, or belongs to another model.
     """
     states: dict[int, dict[str, Any]] = {}
     for name, parameter in parameters.items():

@@ -20,11 +20,11 @@ class DeepSpeed:
 
     stage: Literal[2, 3] = option(3, "ZeRO stage: 2 shares gradients and optimizer, 3 the weights, too")
     offload: Literal["none", "optimizer", "all"] = option(
-        "none", "what is kept in the host's memory; all: optimizer and weights (stage 3)"
+        "none", "states offloaded to the host's memory; all: optimizer and weights (stage 3)"
     )
     optimizer: Literal["auto", "torch", "deepspeed"] = option(
         "auto",
-        "whose AdamW; deepspeed: FusedAdam, or CPUAdam with offload, where the image has them compiled; "
+        "implementation of AdamW; deepspeed: FusedAdam, or CPUAdam with offload, where the image has them compiled; "
         "auto: that CPUAdam where there is one, else torch's",
     )
 

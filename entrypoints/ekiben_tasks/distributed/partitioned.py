@@ -35,7 +35,7 @@ def create(
     Raises:
         TaskError: the model cannot be loaded, or no layer has the name of a target.
     """
-    # Left alone, DeepSpeed takes a GPU that is there, also where the CPU was asked for.
+    # By default DeepSpeed uses a GPU if there is one, even where the CPU was chosen.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if request.device.is_gpu else "cpu")
     return PartitionedStrategy(request, optimizer, world, options)
 
@@ -53,7 +53,7 @@ def make_config(options: DeepSpeed, max_grad_norm: float, device: Device) -> dic
     if options.offload == "all":
         zero["offload_param"] = host
     return {
-        "train_micro_batch_size_per_gpu": 1,  # ours are packed, and how many a step has varies
+        "train_micro_batch_size_per_gpu": 1,  # nominal: packed micro-batches vary in number
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": device.dtype == torch.bfloat16},
@@ -76,12 +76,12 @@ class PartitionedStrategy:
         from transformers.integrations import HfDeepSpeedConfig
 
         # DeepSpeed probes every op where this is not set, and warns of each that would have to be compiled first. An
-        # image has no compiler, so what is not compiled cannot be had.
+        # image has no compiler, so other ops are not available.
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(compiled_ops(), True)
-        deepspeed.init_distributed()  # takes up torch's group
+        deepspeed.init_distributed()  # reuses torch's process group
         config = make_config(options, optimizer.max_grad_norm, request.device)
         proof = verify(read_config(request.path))  # before models that are made are sharded
-        # While this lives, from_pretrained() gives every weight away as soon as it is read.
+        # While this exists, from_pretrained() shards every weight as soon as it is read.
         self.shares_while_loading = HfDeepSpeedConfig(config) if options.stage == 3 else None
         causal = load_base(request.path, request.device, proof.implementation)
         attach_masks(causal, proof)
@@ -90,13 +90,13 @@ class PartitionedStrategy:
         if self.loss_module.tails and options.stage == 3:
             raise TaskError(
                 f"{type(causal).__name__}: its head is more than a product, or adapted, which was not tried with"
-                " DeepSpeed's stage 3; take parallel=fsdp, or deepspeed.stage=2"
+                " DeepSpeed's stage 3; use parallel=fsdp, or deepspeed.stage=2"
             )
         self.loss_module.add_noise(request.tuning.neftune_noise_alpha)
         if request.checkpointed_blocks:
             self.loss_module.checkpoint_activations(request.checkpointed_blocks)
         self.world = world
-        kind = "deepspeed" if options.takes_adam_op() else "torch"  # whose states the other cannot load
+        kind = "deepspeed" if options.takes_adam_op() else "torch"  # their states are incompatible
         self.spread = {"stage": options.stage, "offload": options.offload, "size": world.size, "optimizer": kind}
         self.trainable = {
             name: param for name, param in self.loss_module.model.named_parameters() if param.requires_grad
@@ -121,7 +121,7 @@ class PartitionedStrategy:
         last: no other micro-batch of this step follows.
         """
         self.engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed takes the mean over the processes where the sum is wanted.
+        # DeepSpeed averages over the processes; we need the sum.
         self.engine.backward(loss * (factor * self.world.size))
         if not last:
             self.engine.step()
@@ -157,7 +157,7 @@ class PartitionedStrategy:
         """
         try:
             self.engine.save_checkpoint(str(folder), tag=ZERO, exclude_frozen_parameters=True)
-        except RuntimeError as error:  # what torch makes of a full disk: the first one names the cause
+        except RuntimeError as error:  # torch's errors for a full disk: the first one names the cause
             if failures.is_peer_lost(error) or failures.is_out_of_memory(error):
                 raise
             cause: BaseException = error
@@ -170,14 +170,14 @@ class PartitionedStrategy:
         """Restore the state that save() of any strategy left in ``folder`` and ``state``.
 
         Raises:
-            TaskError: it cannot be read, holds code, or is another model's.
+            TaskError: it cannot be read, contains code, or belongs to another model.
         """
         before = _spread_of(folder, state)
         if before is None or {"optimizer": self.spread["optimizer"], **before} != self.spread:
             self._load_other(folder, state)
             return
         try:
-            for file in (folder / ZERO).glob("*.pt"):  # DeepSpeed's own loader runs whatever a pickle names
+            for file in (folder / ZERO).glob("*.pt"):  # DeepSpeed's own loader executes any pickle
                 load_zero_file(file)
         except (OSError, ValueError, RuntimeError) as error:
             raise TaskError(f"{folder}: cannot be read: {error}; remove it, or start again with --overwrite") from error
@@ -186,7 +186,7 @@ class PartitionedStrategy:
             raise TaskError(f"{folder}: cannot be read by DeepSpeed; remove it, or start again with --overwrite")
 
     def _load_other(self, folder: Path, state: dict[str, Any]) -> None:
-        """Restore what another strategy, another stage or another number of processes left."""
+        """Restore a checkpoint of another strategy, stage or number of processes."""
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
@@ -194,7 +194,7 @@ class PartitionedStrategy:
         read, step = open_saved(folder, state, sizes), 0.0
         zero = self.engine.optimizer
         counts_in_tensors = self.spread["optimizer"] == "torch"
-        # Before its first step the optimizer has nothing to load into.
+        # Before its first step the optimizer has no state to load into.
         for partition in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             empty = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
             zero.optimizer.state[partition] = {
@@ -202,7 +202,7 @@ class PartitionedStrategy:
                 **empty,
                 **zero.optimizer.state[partition],
             }
-        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # stage 2 finds a weight's states by its own map
+        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # stage 2 has its own map from weights to states
             zero._lazy_init_hp_params_optimizer_state()
         for name, param in self.trainable.items():
             saved = read(name)
@@ -233,11 +233,11 @@ class PartitionedStrategy:
 
 
 def _spread_of(folder: Path, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return how DeepSpeed had spread what it saved in ``folder``; None: it is of another strategy."""
+    """Return the sharding of DeepSpeed's checkpoint in ``folder``; None: it is of another strategy."""
     files = list((folder / ZERO).glob("*zero_pp_rank_*_optim_states.pt"))
     if not files:
         return None
-    settings = state["fingerprint"]  # of checkpoints from before the state said it
+    settings = state["fingerprint"]  # for checkpoints of versions that did not record it
     before = {"stage": int(settings.get("deepspeed.stage", 3)), "offload": settings.get("deepspeed.offload", "none")}
     spread: dict[str, Any] = state.get("zero", {**before, "size": 1 + max(map(zero_rank, files))})
     return spread

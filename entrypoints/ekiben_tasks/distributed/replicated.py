@@ -110,7 +110,7 @@ class ReplicatedStrategy:
         """Restore the state after a step that save() of any strategy left in ``folder`` and ``state``.
 
         Raises:
-            TaskError: the checkpoint of another strategy cannot be read, or is another model's.
+            TaskError: the checkpoint of another strategy cannot be read, or belongs to another model.
         """
         if "weights" in state:
             self.vector.copy_(state["weights"])

@@ -42,7 +42,7 @@ def open_saved(folder: Path, state: Mapping[str, Any], sizes: Sizes) -> Reader:
     state: what torch.save() wrote beside it. sizes: of all trained weights. The function raises TaskError, too.
 
     Raises:
-        TaskError: the checkpoint cannot be read, or is another model's.
+        TaskError: the checkpoint cannot be read, or belongs to another model.
     """
     try:
         read = _open(folder, state, sizes)
@@ -167,13 +167,13 @@ class _Record:
 
 
 def _stage_of_name(enum: Any, name: str) -> _Stage:
-    """Stand for getattr: Python 3.11.0 to 3.11.3, Debian 12's among them, pickles an enum as a call of it."""
+    """Replace getattr: Python 3.11.0 to 3.11.3, as in Debian 12, pickles an enum as a call of it."""
     if enum is not _Stage:
         raise pickle.UnpicklingError(f"it reads an attribute of {enum!r}")
     return _Stage(("disabled", "optimizer_states", "gradients", "weights").index(name))
 
 
-# What DeepSpeed's files name of its own. A pickle that names anything else could run whatever it wants.
+# DeepSpeed's own classes in its files. A pickle with other names could run arbitrary code.
 _ZERO_CLASSES: list[Any] = [
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_stage_of_name, "builtins.getattr"),
@@ -203,7 +203,7 @@ def zero_rank(file: Path) -> int:
 
 
 def _check_names(names: list[str], known: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first one that is not known."""
+    """Raise ValueError for the first unknown name."""
     missing = next((name for name in names if name not in known), None)
     if missing:
         raise ValueError(f"it has no {missing}")

@@ -1,4 +1,4 @@
-"""Shard the weights among the processes with FSDP2: each keeps its part of a block and gathers the block for its work.
+"""Shard the weights among the processes with FSDP2: each keeps its part of a block and gathers the block to compute it.
 
 The first process alone reads the model. It broadcasts and shards one block after the other, so the others never hold
 more of the model than one block and their own parts on the GPU, and next to nothing in the host's memory.
@@ -125,7 +125,7 @@ class ShardedStrategy:
 
         ``last`` has no effect.
         """
-        # FSDP takes the mean over the processes where the sum is wanted.
+        # FSDP averages over the processes; we need the sum.
         (loss * (factor * self.world.size)).backward()
 
     def zero_grad(self) -> None:
@@ -158,7 +158,7 @@ class ShardedStrategy:
         """Restore the state that save() of any strategy left in ``folder`` and ``state``.
 
         Raises:
-            TaskError: it cannot be read, or is another model's.
+            TaskError: it cannot be read, or belongs to another model.
         """
         if not (folder / SHARDS).is_dir():
             sizes = {name: param.size() for name, param in self.trainable.items()}

@@ -1,4 +1,4 @@
-"""Define what a parallel strategy is, and find it by its name.
+"""Define parallel strategies, and find one by its name.
 
 Each module of ``strategies`` is one, and its name is what the setting ``parallel`` takes. A module added to that folder
 is found; nothing else has to know it. It imports torch in ``create()`` alone: a wrong setting is refused before that.
@@ -32,7 +32,7 @@ class ParallelStrategy(Protocol):
 
     loss_module: LossModule
     optimizer: torch.optim.Optimizer
-    collective: bool  # running the model talks to the other processes: all must run it equally often
+    collective: bool  # the forward pass uses collectives: all processes must run it equally often
 
     def loss(self, batch: PackedBatch) -> torch.Tensor:
         """Return the summed loss of a micro-batch, a scalar in fp32."""
@@ -63,7 +63,7 @@ class ParallelStrategy(Protocol):
         """Restore the state that save() of any strategy left, in any number of processes.
 
         Raises:
-            TaskError: it cannot be read, or is another model's.
+            TaskError: it cannot be read, or belongs to another model.
         """
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -85,13 +85,13 @@ class ModelRequest:
 
 
 class StrategyModule(Protocol):
-    """Define what a module of ``strategies`` provides."""
+    """Define the interface of a module of ``strategies``."""
 
-    SUMMARY: str  # what each of several processes has, behind their number: "weights sharded (fsdp)"
-    PROCESSES: Literal["one", "several", "any"]  # what it can be started with
+    SUMMARY: str  # the layout, printed after the number of processes: "weights sharded (fsdp)"
+    PROCESSES: Literal["one", "several", "any"]  # numbers of processes that it supports
     NEEDS_PROCESS_GROUP: bool  # also where there is one process
     TAKES_QUANTIZED: bool  # frozen weights of 8 or 4 bits
-    COMPILES: bool  # its blocks can be compiled
+    COMPILES: bool  # whether its blocks can be compiled
 
     def unavailable(self, options: Any) -> str | None:
         """Return why this image cannot run it and what to do instead, or None.

@@ -23,14 +23,14 @@ from typing import Any, NoReturn
 from ekiben_tasks.distributed import heartbeat
 from ekiben_tasks.distributed.heartbeat import Position
 
-PAUSE = 5.0  # seconds between looks
-TAKE_OVER = 30.0  # seconds after which another process reports a hang, if the first one to see it could not
+PAUSE = 5.0  # seconds between checks
+TAKE_OVER = 30.0  # seconds after which another process reports a hang, if the first did not
 _END, _REPORTER = "end", "reporter"  # keys of the store
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Describe a process as it has last written itself: ``looks`` grows every ``pause`` seconds while its watch
+    """Hold the last record of a process: ``looks`` grows every ``pause`` seconds while its watch
     runs.
     """
 
@@ -58,7 +58,7 @@ class Watch:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the watch of this process, which then counts for no other one either."""
+        """End the watch of this process, also for the other processes."""
         atexit.unregister(self.stop)
         self._stopped.set()
         self._thread.join(PAUSE)
@@ -67,13 +67,13 @@ class Watch:
 
     def _run(self) -> None:
         position: Position | None = None
-        silent = 0.0  # seconds, as looks: a scheduler that suspends the job stops this, too
-        pause, looks = 0.0, 0  # the first look is at once
+        silent = 0.0  # seconds, counted by checks, which stop while the job is suspended
+        pause, looks = 0.0, 0  # check immediately
         while not self._stopped.wait(pause):
             before, position = position, heartbeat.current()
             silent = silent + pause if position and position == before else 0.0
             pause, looks = _pause(position), looks + 1
-            with contextlib.suppress(RuntimeError):  # whose process has the store may be gone
+            with contextlib.suppress(RuntimeError):  # the process with the store may have died
                 if self.store.check([_END]):
                     self.store.add("ended", 1)
                     os._exit(1)
@@ -84,24 +84,26 @@ class Watch:
                 silent += self._report(position, silent, pause)
 
     def _report(self, position: Position, silent: float, pause: float) -> float:
-        """Print which process hangs and end the run, unless another process does or this one has gone on.
+        """Print which process hangs and end the run, unless another process reports it or this one has continued.
 
         Returns:
             the seconds that it took
         """
         mine = Sign(position, socket.gethostname(), False, pause, 0)
         sentence = describe_hang({self.rank: mine}, silent)
-        with contextlib.suppress(RuntimeError):  # without the store, what this process knows of itself has to do
+        with contextlib.suppress(RuntimeError):  # without the store, use this process's own position
             if self.store.add(_REPORTER, 1) > 1 and silent < position["limit"] + TAKE_OVER:
                 return 0.0
             if position["lockstep"]:
                 before = self._read_signs()
-                seconds = 2 * max((sign.pause for sign in before.values()), default=pause)  # all look once more
+                seconds = 2 * max(
+                    (sign.pause for sign in before.values()), default=pause
+                )  # let all processes check once more
                 if self._stopped.wait(seconds) or heartbeat.current() != position:
                     self.store.set(_REPORTER, "0")
                     return seconds
                 signs = self._read_signs()
-                # Of this process, it is this thread that writes nothing meanwhile.
+                # Meanwhile this thread does not record its own position.
                 dead = {rank: sign for rank, sign in signs.items() if sign == before.get(rank) and rank != self.rank}
                 sentence = describe_dead(dead) if dead else describe_hang(signs, silent + seconds)
         os.write(2, f"error: {sentence}\n".encode())

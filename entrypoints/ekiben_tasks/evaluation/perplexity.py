@@ -54,7 +54,7 @@ def read_texts(settings: PerplexitySettings, sources: Sequence[Source], *, skip:
     """
     plain = [source for source in sources if source.location.endswith(".txt")]
     if plain and settings.counts == "responses":
-        raise TaskError(f"{plain[0].location}: a plain text has no response; take --set counts=texts")
+        raise TaskError(f"{plain[0].location}: a plain text has no response; use --set counts=texts")
     advice = "save the text in UTF-8"
     texts = Texts(plain=[input_files.read_text(Path(each.location).expanduser(), advice) for each in plain])
     if tables := [source for source in sources if source not in plain]:

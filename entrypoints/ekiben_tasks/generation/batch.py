@@ -29,7 +29,7 @@ from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.output_lock import lock_output
 
-# What may differ between a run and its continuation.
+# Settings that may differ between a run and its continuation.
 _FREE = {"device", "batch_size", "output", "model_checksum", "hang_minutes"}
 
 
@@ -82,7 +82,7 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
         Path(settings.output), _fingerprint(settings, examples, chosen), world.rank, fresh=fresh
     )
     heartbeat.beat(Phase.WAIT)
-    world.barrier()  # nobody writes before everybody has read what is there
+    world.barrier()  # no process writes before all have read the existing answers
     if writer.done:
         print_once(f"resumed     {len(writer.done):,} answers were there")
     record.data = {
@@ -99,7 +99,7 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
     finished, answers, tokens = generator.answer(batches, stop)
     heartbeat.beat(Phase.WAIT, len(batches))
     record.add_up(answers, tokens, time.monotonic() - started, resumed)
-    # Decided together: the signal that stops one process finds another that has answered all and waits here.
+    # Decided together: a signal may stop one process while another has finished and waits here.
     if not world.minimum(int(finished), device.torch_device):
         record.write(stop.exit_code or REQUEUE)
         print_once("stopped     the same command continues from here")
@@ -132,10 +132,10 @@ def _describe_sampling(settings: GenerateSettings) -> str:
 def _share_batches(
     batches: Sequence[Sequence[Prompt]], writer: ResumableJsonlWriter, world: DistributedContext
 ) -> list[Sequence[Prompt]]:
-    """Return this process's share of the batches that an earlier start has left: one that hung then has left more than
+    """Return this process's share of the remaining batches: one that hung then has left more than
     the others.
     """
-    # As the main process sees it: a shared file system may show less to others, and they would share something else.
+    # From the main process: a shared file system may show fewer answers to the others.
     done = set(world.broadcast(sorted(writer.done)))
     remaining = [batch for batch in batches if not done.issuperset(prompt.index for prompt in batch)]
     return remaining[world.rank :: world.size]
@@ -265,7 +265,7 @@ def answer_batch(
 
 
 def _fingerprint(settings: GenerateSettings, examples: Sequence[RawExample], chosen: Sequence[int]) -> str:
-    """Return what has to be the same for a partial output to be continued."""
+    """Return the settings that must be equal to resume a partial output."""
     fixed = {name: value for name, value in asdict(settings).items() if name not in _FREE}
     content = [fixed, [asdict(examples[index]) for index in chosen], list(chosen)]
     return hashlib.sha256(json.dumps(content, ensure_ascii=False, sort_keys=True).encode()).hexdigest()

@@ -87,7 +87,7 @@ def converse(model: Any, tokenizer: Any, context: str, settings: ChatSettings) -
             response = print_reply(model, tokenizer, asked, settings)
         except TaskError as error:
             print_frames(error)
-            hint = "; the conversation starts anew: ask again" if history else ""
+            hint = "; the conversation starts over: ask again" if history else ""
             print(f"error: {error}{hint}", file=sys.stderr, flush=True)
             history = None
             continue

@@ -41,7 +41,7 @@ class ModelSettings(Protocol):
 
 
 class RunRecord:
-    """Collect what a run's record has, from the moment at which its model is loaded; the main process writes it.
+    """Collect a run's record, from the loading of its model on; the main process writes it.
 
     began: seconds since the epoch. file: where the record is written; None: beside the settings' output.
     """

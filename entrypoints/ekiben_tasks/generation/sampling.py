@@ -23,7 +23,7 @@ from ekiben_tasks.task.errors import TaskError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Hold the parameters of sampling, and what is called meanwhile.
+    """Hold the parameters of sampling, and callbacks.
 
     top_p: nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751). streamer: of transformers, for a single prompt.
     on_token: called before each token with the number of those before it.
@@ -133,7 +133,7 @@ class GumbelSampler(transformers.LogitsProcessor):  # type: ignore[misc]  # unty
         if self.params.on_token is not None:
             self.params.on_token(input_ids.size(1) - self.mask.size(1))
         scores = scores.float()
-        # A logit of -inf is a token that a model never generates; only a row of nothing else is broken.
+        # A logit of -inf excludes a token; only a row of nothing else is an error.
         if self.seen is None and not scores.amax(-1).isfinite().all():
             raise TaskError(
                 "the model's logits are NaN or infinite: its weights are broken, or fp16 is too narrow for them"
@@ -153,7 +153,7 @@ class GumbelSampler(transformers.LogitsProcessor):  # type: ignore[misc]  # unty
     def _penalise(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """As Keskar et al. 2019 (CTRL, arXiv:1909.05858), which transformers follows, too."""
         if self.seen is None:
-            # Padding counts as the row's last token, which was seen anyway.
+            # Padding repeats the row's last token, which is penalised anyway.
             tokens = torch.where(self.mask.bool(), input_ids, input_ids[:, -1:])
             self.seen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, tokens, True)
         else:

@@ -21,13 +21,13 @@ class ChatSettings:
     )
     form: DatasetFormat = field(default_factory=DatasetFormat)
     system: str = option("", "form chat: the system message")
-    max_new_tokens: int = option(256, "the longest answer")
+    max_new_tokens: int = option(256, "maximum number of tokens of an answer")
     temperature: float = option(0.7, "0: greedy, as --greedy")
     top_p: float = option(1.0, "sample from the likeliest tokens that together have this probability")
-    repetition_penalty: float = option(1.05, "above 1: tokens in the prompt or the answer get less likely")
-    seed: int | None = option(None, "the same seed gives the same answer; empty: a random one")
+    repetition_penalty: float = option(1.05, "above 1: makes tokens of the prompt and the answer less likely")
+    seed: int | None = option(None, "the same seed gives the same answer; empty: a random seed")
     bits: Literal[16, 8, 4] = option(16, "of the weights: 8 and 4 need a GPU and save memory")
-    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
+    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: the CPU, which is slow")
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class GenerateSettings:
     )
     form: DatasetFormat = field(default_factory=DatasetFormat)
     output: str = option("generated.jsonl", "--output")
-    examples: int = option(100, "so many random examples; 0: all")
-    max_new_tokens: int = option(256, "the longest answer")
+    examples: int = option(100, "number of random examples to use; 0: all")
+    max_new_tokens: int = option(256, "maximum number of tokens of an answer")
     temperature: float = option(0.7, "0: greedy, as --greedy")
     top_p: float = option(0.9, "sample from the likeliest tokens that together have this probability")
-    repetition_penalty: float = option(1.05, "above 1: tokens in the prompt or the answer get less likely")
-    seed: int = option(42, "of the choice of examples and of the sampling")
+    repetition_penalty: float = option(1.05, "above 1: makes tokens of the prompt and the answer less likely")
+    seed: int = option(42, "seed of the choice of examples and of the sampling")
     model_checksum: bool = option(
         True, "record the SHA-256 of a local model's files; they are read in the background, once the model is loaded"
     )
@@ -61,7 +61,7 @@ class GenerateSettings:
         "minutes that one of several processes may go without a token before all end; loading, and joining the answers,"
         " may take an hour, or as long as this; 0: an hour everywhere",
     )
-    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
+    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: the CPU, which is slow")
 
 
 def check_chat(settings: ChatSettings) -> None:
@@ -74,7 +74,7 @@ def check_chat(settings: ChatSettings) -> None:
     problems = _sampling_problems(settings)
     if settings.system and settings.form.kind != "chat":
         problems.append(
-            f"setting system: form.kind={settings.form.kind} has no system message; take --set form.kind=chat, or"
+            f"setting system: form.kind={settings.form.kind} has no system message; use --set form.kind=chat, or"
             " --context for a text to answer from"
         )
     _raise_for(problems)

@@ -24,7 +24,7 @@ from ekiben_tasks.task.errors import TaskError
 
 
 def smoke_chat(settings: ChatSettings, sample: Path) -> int:
-    """Ask a tiny random model, check what a user relies on, and return 0.
+    """Ask a tiny random model, check its answers, and return 0.
 
     sample: the JSONL file on which its tokenizer is trained.
 
@@ -51,7 +51,7 @@ def smoke_chat(settings: ChatSettings, sample: Path) -> int:
 
 
 def smoke_generate(settings: GenerateSettings, sample: Path) -> int:
-    """Answer ``sample`` with a tiny random model, check what a user relies on, and return 0.
+    """Answer ``sample`` with a tiny random model, check the output, and return 0.
 
     Raises:
         TaskError: a check failed.
@@ -62,7 +62,7 @@ def smoke_generate(settings: GenerateSettings, sample: Path) -> int:
     with shared_scratch(world, None) as folder:
         if world.is_main_process:
             tiny.make_model(folder / "model", texts)
-        world.barrier()  # the others read it
+        world.barrier()  # the other processes read it
         quick = replace(
             settings,
             model=str(folder / "model"),
@@ -83,7 +83,7 @@ def smoke_generate(settings: GenerateSettings, sample: Path) -> int:
             return [json.loads(line) for line in lines]
 
         first = answers("first")
-        if not world.is_main_process:  # what several processes answered is checked once
+        if not world.is_main_process:  # the answers of several processes are checked once
             return 0
         continue_alone()
         greedy, single = (

@@ -89,7 +89,7 @@ def resume_adapter(model: Any, folder: Path) -> Any:
     """Return the model with the adapter of ``folder``, ready to be trained further; without its weights on meta.
 
     Raises:
-        TaskError: it is no LoRA adapter, or does not fit the model.
+        TaskError: it is not a LoRA adapter, or does not fit the model.
     """
     input_files.check_model_folder(folder)
     try:
@@ -161,12 +161,14 @@ def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], bas
     )
     try:
         model.save_pretrained(str(staged), state_dict=weights)
-        (staged / "README.md").unlink(missing_ok=True)  # PEFT's template of empty headings; the run record says more
+        (staged / "README.md").unlink(
+            missing_ok=True
+        )  # PEFT's template has empty headings; the run record has this information
         make_readable(staged)
         replace_folder(staged, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise TaskError(
-            f"{folder}: cannot be written ({error}); make room and give the same command again: it goes on from the"
+            f"{folder}: cannot be written ({error}); make room and give the same command again: it continues from the"
             " last checkpoint"
         ) from error

@@ -1,4 +1,4 @@
-"""Describe the decoders that have a file of their own, and find the parts of all others in the model itself.
+"""Describe the decoders with a file in ``architectures``, and derive the others' structure from the model.
 
 Names are those of transformers 5; where a checkpoint's own differ (`embed_out`), it renames them while loading.
 """
@@ -28,7 +28,7 @@ class Architecture:
 
 
 class ArchitectureModule(Protocol):
-    """Define what a module of ``architectures`` provides."""
+    """Define the interface of a module of ``architectures``."""
 
     ARCHITECTURE: Architecture
 
@@ -98,7 +98,7 @@ def lora_targets(causal: Any) -> tuple[str, ...]:
         return tuple(listed)
     classes, blocks = verify(causal.config).attention_classes, find_blocks(causal)
     attentions = [module for block in blocks for module in block.modules() if type(module).__name__ in classes]
-    # PEFT refuses these two of Mamba's blocks, whose weights a kernel reads itself.
+    # PEFT refuses these two of Mamba's blocks: a kernel reads their weights directly.
     return list_linear(attentions) or tuple(name for name in list_linear(blocks) if name not in ("out_proj", "conv1d"))
 
 

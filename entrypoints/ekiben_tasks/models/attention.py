@@ -18,7 +18,7 @@ ATTENTION = "ekiben_packed"
 class PackedKwargs(TypedDict, total=False):
     """Define the arguments of a packed batch that transformers passes on to each layer's attention, and its own."""
 
-    cu_seq_lens_q: torch.Tensor | None  # bounds of the examples, [examples + 1]
+    cu_seq_lens_q: torch.Tensor | None  # cumulative lengths of the examples, [examples + 1]
     max_length_q: int  # tokens of the longest example, or more
     row_lengths: tuple[int, ...]
     uniform_rows: int
@@ -26,7 +26,7 @@ class PackedKwargs(TypedDict, total=False):
     dropout: float
 
 
-# What models pass to their attention beside that and that changes nothing here.
+# Further arguments of models to their attention, without an effect here.
 _HARMLESS = {
     "cache_position",
     "is_causal",
@@ -38,7 +38,7 @@ _HARMLESS = {
     "use_cache",
 }
 _READ = {*PackedKwargs.__annotations__, "sliding_window", "softcap", "s_aux", *_HARMLESS}
-MASK = "ekiben_mask"  # the attribute of a module whose mask no argument describes
+MASK = "ekiben_mask"  # attribute of a module with a mask that no argument describes
 
 
 def attend(
@@ -53,7 +53,7 @@ def attend(
     """Return causal attention inside each example. query, key, value: ``[1, heads, tokens, size]``.
 
     The result is ``[1, tokens, heads, size]``, with None for the weights (Vaswani et al. 2017, arXiv:1706.03762,
-    equation 1). arguments: PackedKwargs, of which ``uniform_rows`` means as a batch of so many examples,
+    equation 1). arguments: PackedKwargs, of which ``uniform_rows`` is the number of examples of a batch,
     ``row_lengths`` one by one, ``cu_seq_lens_q`` alone by the variable-length flash kernel; and what the model limits
     its attention with. ``kernel`` "flash_attn_2" or "flash_attn_4": by that flash-attn, whatever the lengths. No
     attention dropout: the kernels for packed examples have none.
@@ -68,7 +68,7 @@ def attend(
         raise TaskError(f"{type(module).__name__}: the lengths of packed rows do not reach its attention")
     for name, argument in arguments.items():
         if name not in _READ and argument is not None:
-            raise TaskError(f"{type(module).__name__}: its attention takes an argument that is not known here: {name}")
+            raise TaskError(f"{type(module).__name__}: its attention has an argument that is not known here: {name}")
     if attention_mask is not None:
         raise TaskError(f"{type(module).__name__}: its attention makes a mask of its own")
     limits = limits_of(module, arguments)
@@ -83,7 +83,7 @@ def attend(
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         flash_attn = _flash_attn_2 if kernel == "flash_attn_2" else _flash_attn_4
         return flash_attn((q, k, v), cu_seq_lens_q, max_length_q, uniform_rows, scaling)[None], None
-    # A branch: where sharded blocks are compiled, a comparison is no plain bool, which would break their graph.
+    # A branch: where sharded blocks are compiled, a comparison is not a plain bool, which would break their graph.
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if uniform_rows:
         q, k, v = (tensor.squeeze(0).unflatten(1, (uniform_rows, -1)).transpose(0, 1) for tensor in (query, key, value))
@@ -103,7 +103,7 @@ def attend(
 
 
 def limits_of(module: torch.nn.Module, arguments: dict[str, Any]) -> Limits | None:
-    """Return what limits the attention of ``module``, None where nothing does. arguments: of this call."""
+    """Return the limits of ``module``'s attention, None without limits. arguments: of this call."""
     window, cap, sinks = arguments.get("sliding_window"), arguments.get("softcap"), arguments.get("s_aux")
     mask = getattr(module, MASK, None)
     if window is None and cap is None and sinks is None and mask is None:
@@ -126,7 +126,7 @@ def _flash_attn_2(
     return _call_flash_attn(flash_attn, qkv, cu_seq_lens, longest, num_examples, scaling)
 
 
-# It is no operator of torch: torch.compile would follow its autograd function into the package's own compiler.
+# It is not an operator of torch: torch.compile would follow its autograd function into the package's own compiler.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types here
 def _flash_attn_4(
     qkv: QueryKeyValue,
@@ -135,8 +135,9 @@ def _flash_attn_4(
     num_examples: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return what _flash_attn_2() does by flash-attn 4 (Zadouri et al. 2026, arXiv:2603.05451), compiled at the first
-    call.
+    """Return the result of _flash_attn_2(), computed by flash-attn 4 (Zadouri et al. 2026, arXiv:2603.05451).
+
+    The kernel is compiled at the first call.
     """
     from flash_attn import cute
 
@@ -163,7 +164,7 @@ def _call_flash_attn(
             "max_seqlen_k": longest,
         }
         mixed = functions.flash_attn_varlen_func(*qkv, **lengths, **options)
-    # flash-attn 4 returns the logarithm of the sums beside it.
+    # flash-attn 4 also returns the log-sum-exp.
     mixed = torch.as_tensor(mixed[0] if isinstance(mixed, tuple) else mixed)
     return mixed.flatten(0, 1) if num_examples else mixed
 

@@ -21,7 +21,7 @@ from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.proof import Proof, verify
 from ekiben_tasks.task.errors import TaskError
 
-FLASH_ATTN_4_SIZES = (64, 128)  # of heads, whose results were compared on an H100: with 80 its gradients were wrong
+FLASH_ATTN_4_SIZES = (64, 128)  # head sizes whose results were compared on an H100: with 80 its gradients were wrong
 # Tokens of the longest example from which on auto takes it: with examples of 4,000 to 7,600 tokens a step took a tenth
 # less.
 FLASH_ATTN_4_LENGTH = 4096
@@ -46,7 +46,7 @@ def prefer_kernels(device: torch.device, dtype: torch.dtype) -> str:
     if not has_varlen(device, dtype):
         return "sdpa"
     if torch.cuda.get_device_capability(device) == (9, 0):
-        with contextlib.suppress(Exception):  # an interface without kernels, or kernels of another torch: then ours
+        with contextlib.suppress(Exception):  # an interface without kernels, or kernels of another torch: use torch's
             torch.nn.attention.activate_flash_attention_impl("FA3")
             return "flash_attn_3"
     return "varlen"
@@ -55,7 +55,7 @@ def prefer_kernels(device: torch.device, dtype: torch.dtype) -> str:
 def choose_kernels(
     kernel: AttentionKernel, config: Any, device: Device, *, is_here: bool, longest: int = 0
 ) -> ChosenKernels:
-    """Return the kernels that training takes, as the setting ``attention`` says, and prepare this process for them.
+    """Return the kernels of training for the setting ``attention``, and prepare this process for them.
 
     config: the model's. is_here: ``device`` is this machine's; else it is planned for, and kernels are chosen by its
     name. longest: tokens of the longest example.
@@ -85,7 +85,7 @@ def _choose_fastest(config: Any, device: Device, longest: int, *, is_here: bool)
         try:
             return choose_kernels("flash_attn_4", config, device, is_here=is_here)
         except TaskError as error:
-            reason = str(error).removeprefix("setting attention=flash_attn_4: ").removesuffix("; take attention=auto")
+            reason = str(error).removeprefix("setting attention=flash_attn_4: ").removesuffix("; use attention=auto")
             note = f"attention=auto leaves flash-attn 4: {reason}"
     if is_here:
         mixed = prefer_kernels(device.torch_device, device.dtype)
@@ -119,33 +119,33 @@ def _choose_limited(config: Any, proof: Proof, device: Device, *, is_here: bool)
 
 
 def _unsuited(kernel: AttentionKernel, config: Any, device: Device, *, is_here: bool) -> str | None:
-    """Return why this model or GPU cannot take ``kernel``, or None."""
+    """Return why this model or GPU does not support ``kernel``, or None."""
     setting = f"setting attention={kernel}:"
     proof = verify(config)
     if proof.layout == "packed" and proof.is_limited and kernel not in ("sdpa", "math", "varlen"):
         return (
             f"{setting} the attention of {config.model_type} has windows, sinks or a soft cap, which it is not given"
-            " here; take attention=auto"
+            " here; use attention=auto"
         )
     if proof.one_by_one and kernel == "varlen":
-        return f"{setting} it has neither soft caps nor chunks; take attention=auto"
+        return f"{setting} it has neither soft caps nor chunks; use attention=auto"
     if proof.layout != "packed" and (kernel not in SDPA_KERNELS or proof.implementation != "sdpa"):
         choices = f"one of {', '.join(SDPA_KERNELS)}, or auto" if proof.implementation == "sdpa" else "attention=auto"
-        return f"{setting} the attention of {config.model_type} cannot take it; take {choices}"
+        return f"{setting} the attention of {config.model_type} cannot take it; use {choices}"
     if not device.is_gpu:
         gpu_only = kernel not in ("sdpa", "flash", "math")
-        return f"{setting} it runs on a GPU only; take attention=auto" if gpu_only and is_here else None
+        return f"{setting} it runs on a GPU only; use attention=auto" if gpu_only and is_here else None
     if kernel in AMPERE_KERNELS and not device.has_bf16:
-        return f"{setting} {device.name} is older than Ampere, and has no such kernel; take attention=auto"
+        return f"{setting} {device.name} is older than Ampere, and has no such kernel; use attention=auto"
     if kernel == "flash_attn_4" and device.is_older_than_hopper(is_here=is_here):
-        return f"{setting} {device.name} is older than Hopper, and has no such kernel; take attention=auto"
+        return f"{setting} {device.name} is older than Hopper, and has no such kernel; use attention=auto"
     if kernel == "flash_attn_4" and _head_size(config) not in FLASH_ATTN_4_SIZES:
         return (
-            f"{setting} its results were compared with heads of 64 and 128 alone, and are wrong with 80; take"
+            f"{setting} its results were compared with heads of 64 and 128 alone, and are wrong with 80; use"
             " attention=auto"
         )
     if kernel == "flash_attn_3" and is_here and torch.cuda.get_device_capability(device.torch_device) != (9, 0):
-        return f"{setting} its kernels are for Hopper, and {device.name} is none; take attention=flash_attn_2 or auto"
+        return f"{setting} its kernels are for Hopper, and {device.name} is none; use attention=flash_attn_2 or auto"
     return None
 
 
@@ -165,17 +165,16 @@ def _try_kernel(kernel: AttentionKernel, config: Any, device: Device) -> None:
     try:
         kept = int(getattr(config, "num_key_value_heads", None) or heads)
         difference = compare_kernel(kernel, heads, kept, size, device, limited=verify(config).is_limited)
-    # Not those of torch alone: a kernel that is compiled at run time has its compiler's, and asserts what it can
-    # compute.
+    # Any exception: a kernel that is compiled at run time raises its compiler's errors, and AssertionError.
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise TaskError(
-            f"setting attention={kernel}: it does not run on {what} ({first}); take attention=auto"
+            f"setting attention={kernel}: it does not run on {what} ({first}); use attention=auto"
         ) from error
     if not difference <= MAX_DIFFERENCE:
         raise TaskError(
             f"setting attention={kernel}: its results on {what} differ from torch's by {difference:.0%} of the largest;"
-            " take attention=auto"
+            " use attention=auto"
         )
 
 
@@ -213,7 +212,7 @@ def compare_kernel(
 
 @contextlib.contextmanager
 def kernels_in_use(kernel: AttentionKernel, device: torch.device) -> Iterator[None]:
-    """Let torch's attention take ``kernel`` alone in this context; for ``auto``, prefer the fastest."""
+    """Restrict torch's attention to ``kernel`` in this context; for ``auto``, prefer the fastest."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {

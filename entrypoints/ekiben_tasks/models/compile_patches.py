@@ -19,7 +19,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
 from ekiben_tasks.models import attention
 
-MAX_PERSISTENT_ROW = 8192  # elements that fit the registers of the threads that reduce them
+MAX_PERSISTENT_ROW = 8192  # elements that fit into the registers of a reduction
 
 
 def prepare(model: Any, body: Any) -> None:
@@ -39,7 +39,7 @@ def prepare(model: Any, body: Any) -> None:
     if rotary is not None:
         rotary.register_forward_hook(_fix_width)
     if isinstance(model, peft.PeftModel):
-        # The first block is one more of the same only where its input wants a gradient as the others' inputs do.
+        # The first block shares the compiled code only if its input requires a gradient like the others' inputs.
         body.get_input_embeddings().register_forward_hook(_want_gradient)
     for module in list(model.modules()):
         if isinstance(module, peft.tuners.lora.LoraLayer):
@@ -121,7 +121,7 @@ class FusedRopeAttention(GPTNeoXAttention):  # type: ignore[misc]
 
 
 def _parts(layer: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a layer's output, and what its padded adapter adds to that."""
+    """Return a layer's output, and the contribution of its padded adapter."""
     if type(layer) is not peft.tuners.lora.Linear or layer.lora_variant:
         return layer(rows), None
     (name,) = layer.active_adapters
@@ -140,7 +140,7 @@ class _Gelu(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows)
         wide = rows.float()
-        # Copied: traced by torch 2.11, a cast to what it is already gives wrong gradients.
+        # Copied: with torch 2.11, a traced no-op cast gives wrong gradients.
         return (wide * _normal(wide)[0]).to(rows.dtype, copy=True)
 
     @staticmethod

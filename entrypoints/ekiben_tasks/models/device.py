@@ -1,4 +1,4 @@
-"""Choose the device a task computes on, or raise an error that says why there is none."""
+"""Choose the device of a task, or raise an error with the reason why there is none."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def choose_device(requested: str, index: int = 0) -> Device:
     """
     if requested == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
-            # Left alone, torch counts the machine's cores, not those this job may use.
+            # By default torch counts the machine's cores, not those of this job.
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         return Device(torch.device("cpu"), "CPU", torch.float32, free_ram())
     if not torch.cuda.is_available():
@@ -79,7 +79,7 @@ def choose_device(requested: str, index: int = 0) -> Device:
 
 
 def dry_run_device() -> Device:
-    """Return what a dry run assumes where there is no GPU: bf16, and no memory limit."""
+    """Return the assumptions of a dry run without a GPU: bf16, and no memory limit."""
     return Device(torch.device("cpu"), "none", torch.bfloat16, 1 << 50)
 
 
@@ -134,7 +134,7 @@ def _no_gpu() -> str:
     version = Path("/proc/driver/nvidia/version")
     words = version.read_text().split() if version.is_file() else []
     driver = next((word for word in words if word.count(".") in (1, 2) and word[0].isdigit()), "unknown")
-    if not _has_driver_library():  # Apptainer shows the node's /dev without --nv, too
+    if not _has_driver_library():  # Apptainer binds the node's /dev even without --nv
         return (
             f"a GPU is there (driver {driver}), and its driver's libraries are not in this container; {start}{advice}"
         )

@@ -1,4 +1,4 @@
-"""Discover what a model asks of its attention: the mask of each module, and the arguments that limit it.
+"""Discover how a model calls its attention: the mask of each module, and the arguments that limit it.
 
 transformers builds a mask for every attention function that has a mask function. The one here returns the predicate
 instead of a tensor; a forward pass hands it to each module's attention, where it is compared with the masks that have a
@@ -22,14 +22,14 @@ Predicate = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MaskPredicate:
-    """Hold which keys a query sees, in the place of a mask's tensor."""
+    """Which keys a query attends to, as a predicate that replaces a mask's tensor."""
 
     sees: Predicate
 
 
 @dataclass(slots=True)
 class Discovery:
-    """Hold what the attention of a model was called with, by the name of its module. A mask of None is another."""
+    """Hold the arguments of a model's attention by module. A mask of None: of a kind not supported here."""
 
     masks: dict[str, Mask | None] = field(default_factory=dict)
     windows: dict[str, int | None] = field(default_factory=dict)  # the argument sliding_window
@@ -46,7 +46,7 @@ class Discovery:
 
 
 def discover(model: Any, ids: torch.Tensor, *, with_masks: bool = True) -> Discovery:
-    """Return what the attention of ``model`` is called with. It raises what the model does with an unusual mask.
+    """Return the arguments of ``model``'s attention. Errors of the model with an unusual mask are raised.
 
     with_masks: else it is called without any, and ``masks`` stays empty.
     """
@@ -89,7 +89,7 @@ def _keep_predicate(*_: Any, mask_function: Predicate, **__: Any) -> MaskPredica
 
 
 def classify(mask: Any) -> Mask | None:
-    """Return the mask that a predicate is, None for another. mask: a MaskPredicate, or None for a causal one."""
+    """Return the Mask that equals ``mask``, None if there is none. mask: a MaskPredicate, or None for a causal one."""
     if mask is None:
         return Mask()
     if not isinstance(mask, MaskPredicate):

@@ -124,7 +124,7 @@ def utilisation(flops: float, seconds: float, gpus: int, peak: float) -> float:
 
 
 def _experts(block: Any, config: Any, flows: bool) -> float:
-    """FLOPs per token of experts whose weights are one tensor, ``[experts, ...]``, of which a token takes a few."""
+    """FLOPs per token of experts whose weights are one tensor, ``[experts, ...]``, of which a token uses a few."""
     known = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
     chosen = next((value for name in known if isinstance(value := getattr(config, name, None), int)), 1)
     total = 0.0

@@ -1,4 +1,4 @@
-"""Run what a causal model does behind its body: head, bias, scale and cap together, on given hidden states."""
+"""Run the head of a causal model (with bias, scale and cap) on given hidden states."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _HiddenStates(torch.nn.Module):  # type: ignore[misc]
         self.bodies = (body,)  # in a tuple: its weights are not the tail's
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a head reads of the body: a multiplier, the embeddings."""
+        """Return an attribute of the body that a head reads: a multiplier, the embeddings."""
         return getattr(self.__dict__["bodies"][0], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -52,7 +52,7 @@ class _HiddenStates(torch.nn.Module):  # type: ignore[misc]
 
 
 class _Output:
-    """Look like any of transformers' outputs of a body: what it has not is None."""
+    """Stand in for transformers' outputs of a body: missing fields are None."""
 
     def __init__(self, hidden: torch.Tensor | None) -> None:
         self.last_hidden_state = hidden

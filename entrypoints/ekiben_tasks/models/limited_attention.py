@@ -1,4 +1,4 @@
-"""Compute attention with what limits it: windows, chunks, soft caps and sinks, packed and exact.
+"""Compute attention with limits: windows, chunks, soft caps and sinks, packed and exact.
 
 A window lets a token attend to the last W tokens, itself included (Beltagy et al. 2020, arXiv:2004.05150); a chunk to
 those of its own C tokens (Llama 4); a soft cap bounds scores by a tanh (Gemma 2, arXiv:2408.00118); a sink is a learned
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Hold which tokens before it one attends to: the last ``window``, those of its ``chunk``, or all."""
+    """Hold which earlier tokens one attends to: the last ``window``, those of its ``chunk``, or all."""
 
     window: int | None = None
     chunk: int | None = None
@@ -30,7 +30,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Hold what limits one call of attention. sinks: ``[heads]``."""
+    """Hold the limits of one call of attention. sinks: ``[heads]``."""
 
     mask: Mask  # no default: Dynamo cannot follow an instance that a class made
     softcap: float | None = None
@@ -110,7 +110,7 @@ def attend_varlen(
     It has windows; sinks are added here. It has neither chunks nor soft caps.
     """
     window = limits.window(longest)
-    span = (-1, 0) if window is None else (window - 1, 0)  # the kernel counts the tokens before the one itself
+    span = (-1, 0) if window is None else (window - 1, 0)  # the kernel counts the tokens before the current one
     from torch.nn.attention.varlen import varlen_attn  # which registers the kernel's operators, too
 
     if limits.sinks is not None:
@@ -150,6 +150,6 @@ class _SinkAttention(torch.autograd.Function):  # type: ignore[misc]  # torch ha
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
             grad, query, key, value, out, total, ends, ends, longest, longest, causal, rng, scaling, span
         )
-        share = (sinks.float()[:, None] - total).exp()  # of the sink in each softmax
+        share = (sinks.float()[:, None] - total).exp()  # probability of the sink in each softmax
         mixed = (grad.float() * out.float()).sum(-1).transpose(0, 1)
         return dq, dk, dv, -(share * mixed).sum(1).to(sinks.dtype), None

@@ -148,10 +148,10 @@ def count_parameters(model: Any) -> tuple[int, int]:
 
 
 def quantization_problem(device: Device, bits: int) -> str | None:
-    """Return why weights cannot be quantised to 8 or 4 bits here, or None."""
+    """Return why weights cannot be quantised to 8 or 4 bits on this machine, or None."""
     if not device.is_gpu:
         return "needs a GPU"
-    # The integer products of LLM.int8() came with Turing; on a V100 they give gradients of 0.
+    # LLM.int8() needs Turing or later; on a V100 its gradients are 0.
     if bits == 8 and torch.cuda.get_device_capability(device.torch_device) < (7, 5):
         return f"needs a GPU of Turing or later, and this is a {device.name}; 4 bits work there"
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -164,7 +164,7 @@ def _quantization_config(device: Device, bits: int) -> Any:
         return None
     reason = quantization_problem(device, bits)
     if reason:
-        raise TaskError(f"setting bits={bits}: {reason}; take --set bits=16")
+        raise TaskError(f"setting bits={bits}: {reason}; use --set bits=16")
     if bits == 8:
         return transformers.BitsAndBytesConfig(load_in_8bit=True)
     return transformers.BitsAndBytesConfig(

@@ -49,7 +49,7 @@ class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
                 grad_hidden[chunk] = grad_logits @ head
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.T, hidden[chunk])
-        # Attributes, not save_for_backward: backward scales them in place, and nobody else ever sees them.
+        # Attributes, not save_for_backward: backward scales them in place, and no other code uses them.
         ctx.grad_hidden, ctx.grad_weight = grad_hidden, grad_weight
         return total
 

@@ -88,12 +88,12 @@ class MemoryProfile:
     keeps_scores: bool = False  # attention as separate GEMMs (kernel ``math``), which keep the square of the scores
     longest: int = 0  # tokens of the longest example
     size: int = 2  # bytes of an element of weights and activations
-    bits: Literal[16, 8, 4] = 16  # of frozen products; 16: as ``size`` says
+    bits: Literal[16, 8, 4] = 16  # of frozen weights; 16: as in ``size``
     gradient_size: int = 4  # bytes per trainable weight: fp32 sums
     optimizer_size: int = 12  # bytes per trainable weight: AdamW's two moments and an exact copy, all fp32
     strategy: Strategy = "none"
     gpus: int = 1
-    offload: Literal["none", "optimizer", "all"] = "none"  # what is in the host's memory; all: sharded weights, too
+    offload: Literal["none", "optimizer", "all"] = "none"  # states in the host's memory; all: sharded weights, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Memory:
     per_token_checkpointed: int
     buffers: int = 0  # of communication
     host: int = 0  # of the host's memory instead, for this GPU
-    loss_positions: int = 0  # of the chunk that ``loss`` counts
+    loss_positions: int = 0  # of the chunk that ``loss`` processes
     loss_per_position: int = 0
     is_counted: bool = True  # what each token adds
 
@@ -138,12 +138,12 @@ def gpu_memory(name: str) -> int:
     """Return the bytes that a program can allocate on the GPU of this name, or of a longer one, as drivers report it.
 
     Raises:
-        SettingError: no GPU is known by that name.
+        SettingError: unknown GPU.
     """
     for known, size in SIZES.items():
         if re.search(rf"\b{re.escape(known)}\b", name, re.IGNORECASE):
             return size * GIB
-    raise SettingError(f"--on {name}: no GPU is known by that name.{nearest(name, SIZES)}")
+    raise SettingError(f"--on {name}: unknown GPU.{nearest(name, SIZES)}")
 
 
 def has_expandable_segments(env: Mapping[str, str]) -> bool:
@@ -178,7 +178,7 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     if choices.get("keeps_scores", False) and choose_layout(config) == "packed":
         # The softmax, in fp32 (aten's _scaled_dot_product_attention_math).
         kept += heads * longest * 4 / size
-    # Where nothing in the blocks is trained, nothing of them is kept: they are there one at a time.
+    # Blocks without trained weights keep no activations: only those of the current block exist.
     flows = any(p.requires_grad for module in (*blocks, table) for p in module.parameters())
     everything = list(causal.parameters())
     inside = {id(p) for block in blocks for p in block.parameters()}
@@ -238,16 +238,16 @@ def expect_memory(profile: MemoryProfile) -> Memory:
 
 
 def _gathered(profile: MemoryProfile) -> int:
-    """Return the weights that are complete at once in a run with sharded ones."""
-    if profile.strategy == "zero3":  # DeepSpeed lets go of them only above that number
+    """Return the weights that are gathered simultaneously in a run with sharded ones."""
+    if profile.strategy == "zero3":  # DeepSpeed releases them only above that number
         return min(max(_LIVE, 2 * profile.unit), profile.unit * profile.layers + profile.root)
-    # FSDP2: what is outside blocks for as long as the model runs, the block at work, the next one, and the buffer that
+    # FSDP2: the weights outside blocks during the whole pass, the current block, the next one, and the buffer that
     # the gathered one is copied out of (_fsdp_collectives.py: foreach_all_gather, foreach_all_gather_copy_out).
     return profile.root + 3 * profile.unit
 
 
 def _buffer_bytes(profile: MemoryProfile) -> int:
-    """Return what the reduction of trained weights' gradients takes beside the sums."""
+    """Return the bytes of the buffers for reducing gradients, besides the sums."""
     if profile.strategy == "fsdp" and profile.trainable > profile.frozen:
         # The complete gradient, and the input of the reduction in fp32 (foreach_reduce: reduce_scatter_input).
         return max(profile.unit, profile.root) * (profile.size + 4)
@@ -264,7 +264,7 @@ def _head_bytes(profile: MemoryProfile) -> int:
 
 
 def _logit_bytes(profile: MemoryProfile) -> int:
-    """Return what the loss holds at its peak for one position: its logits and what is computed of them (loss.py)."""
+    """Return the bytes of the loss at its peak for one position: its logits and values computed from them (loss.py)."""
     # Compiled: the logits, their gradient, and rows of fp32 numbers that Triton keeps in registers or in 8 bytes.
     # Otherwise: three fp32 tensors, a mask of a byte, the logits and their gradient, of which a test counts the bytes.
     per_logit = 2 * profile.size + 8 if profile.compiled else profile.size + 13 + (4 if profile.size < 4 else 0)
@@ -272,7 +272,7 @@ def _logit_bytes(profile: MemoryProfile) -> int:
 
 
 def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True, offloads: bool = False) -> list[str]:
-    """Return settings that would each alone make one example fit ``budget_bytes`` on each GPU, with checkpointing.
+    """Return settings, each of which makes one example fit into ``budget_bytes`` per GPU, with checkpointing.
 
     quantises: whether frozen weights in 4 bits are an option. offloads: whether the host's memory is one, by DeepSpeed.
     """

@@ -1,4 +1,4 @@
-"""Merge an adapter into its base, and compare the ordinary model that results with the two before it is kept."""
+"""Merge an adapter into its base, and compare the result with the two before it is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ekiben_tasks.models.device import Device
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import replace_folder
 
-# How far logits may move, as a share of the largest: rounding the merged weights to the type they are stored in.
+# Tolerance of the logits, relative to the largest: merged weights are rounded to the stored dtype.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -59,7 +59,7 @@ def merge(folder: Path, output: Path, device: Device, *, base: str | None = None
                 f"merged logits differ by {difference:.1e} of the largest, more than {allowed}: nothing written"
             )
         replace_folder(staged, output)
-    except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
+    except (OSError, SafetensorError) as error:  # the second is safetensors' error for a full disk
         raise TaskError(f"{output}: cannot be written ({error}); free disk space, or give another --output") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)

@@ -42,7 +42,7 @@ def merge(
     dtype: of the stored weights; auto: the base's. max_shard_gb: GB (1e9 bytes) of one file.
 
     Raises:
-        TaskError: the checkpoint is another model's, or broken, or the disk is full; ``output`` stays empty.
+        TaskError: the checkpoint belongs to another model, or is broken, or the disk is full; ``output`` stays empty.
     """
     names = match_names(checkpoint, base)
     entries = read_metadata(checkpoint)
@@ -71,7 +71,7 @@ def merge(
         if defaults:
             shutil.copyfile(defaults, staged / "generation_config.json")
         replace_folder(staged, output)
-    except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
+    except (OSError, SafetensorError) as error:  # the second is safetensors' error for a full disk
         raise TaskError(f"{output}: cannot be written ({error}); free disk space, or give another --output") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)

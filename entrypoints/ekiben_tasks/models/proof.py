@@ -1,7 +1,7 @@
 """Verify on a small model of the same configuration how batches may be laid out, before a run starts.
 
 Loss and gradient of several rows in one batch are compared with transformers' own eager forward of one row at a time.
-Rows are packed where that is exact, else side by side and filled up, else only beside rows of the same length. The
+Rows are packed where that is exact, else padded, else batched only with rows of the same length. The
 gradient decides: some families leak from row to row with a loss that is off by 3e-4 and a gradient by 3e-2.
 """
 
@@ -45,9 +45,9 @@ class Proof:
     implementation: str  # transformers' attn_implementation for it
     loss: float = 0.0
     gradient: float = 0.0
-    reasons: tuple[str, ...] = ()  # why layouts that are faster were not taken
-    masks: tuple[tuple[str, Mask], ...] = ()  # of modules whose arguments do not say them
-    windows: tuple[int | None, ...] = ()  # of each call of attention, as the small model has them
+    reasons: tuple[str, ...] = ()  # why faster layouts were rejected
+    masks: tuple[tuple[str, Mask], ...] = ()  # masks of modules that their arguments do not describe
+    windows: tuple[int | None, ...] = ()  # limits of each call of attention in the small model
     has_softcap: bool = False
     has_sinks: bool = False
     attention_classes: tuple[str, ...] = ()  # of the modules that call it
@@ -76,7 +76,7 @@ class _Small:
 
 
 def verify(config: Any) -> Proof:
-    """Return how batches of a model with this configuration are laid out. The answer is kept for this process.
+    """Return how batches of a model with this configuration are laid out. Cached for this process.
 
     Raises:
         TaskError: in no way that is exact, with the reasons; or no small model can be made.
@@ -99,14 +99,14 @@ def choose_attention(config: Any) -> str:
 
 
 def attach_masks(causal: Any, proof: Proof) -> None:
-    """Tell each module of the model its mask, where the arguments of its attention do not say it."""
+    """Attach its mask to each module whose attention's arguments do not describe it."""
     for name, mask in proof.masks:
         setattr(causal.get_submodule(name), attention.MASK, mask)
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Leave random numbers and gradients as they were, and silence what libraries say of small models."""
+    """Preserve random state and gradients, and silence libraries' warnings about small models."""
     logger = transformers.logging
     verbosity = logger.get_verbosity()
     logger.set_verbosity_error()
@@ -130,8 +130,8 @@ def _verify(config: Any) -> Proof:
         raise
     except Exception as error:
         raise TaskError(
-            f"model_type {name}: no small model of this configuration could be made and compared, without which"
-            f" nothing is trained: {_first_line(error)}"
+            f"model_type {name}: a small model of this configuration, which is verified before training, could"
+            f" not be built or compared: {_first_line(error)}"
         ) from error
     discovery = _discover(small.causal, ids)
     reasons: list[str] = []
@@ -179,7 +179,7 @@ def _run_once(causal: Any) -> Any:
 
 
 def build(config: Any) -> Any:
-    """Return a random model of ``config`` in fp32, whose norms, biases and sinks are not what they start as.
+    """Return a random model of ``config`` in fp32, with norms, biases and sinks off their initial values.
 
     Raises:
         ValueError: it would be too large.
@@ -198,7 +198,7 @@ def build(config: Any) -> Any:
 
 
 def _looks_ahead(causal: Any, ids: torch.Tensor) -> str:
-    """Return what is wrong with a model whose logits depend on later tokens, else nothing."""
+    """Return an error for a model whose logits depend on later tokens, else nothing."""
     half, other = len(ids) // 2, ids.clone()
     other[half:] = random_tokens(causal, len(ids) - half)
     with torch.no_grad():
@@ -297,7 +297,7 @@ def _compare(small: _Small, layout: Layout, implementation: str) -> tuple[float,
 
 
 def _discover(causal: Any, ids: torch.Tensor) -> Discovery:
-    """Return what the attention is called with; where the model computes with its masks, without these."""
+    """Return the arguments of the attention, without masks where the model computes with them."""
     for with_masks in (True, False):
         with contextlib.suppress(Exception):
             return discover(causal, ids[None], with_masks=with_masks)

@@ -19,7 +19,7 @@ from ekiben_tasks.models.checkpoint_folder import METADATA
 from ekiben_tasks.task.errors import TaskError
 
 _DCP = "torch.distributed.checkpoint"
-# What torch's own file of metadata names; dtypes beside it. A pickle that names anything else could run whatever it
+# What torch's own file of metadata names; dtypes beside it. A pickle with other names could run whatever it
 # wants.
 _CLASSES = {
     *(
@@ -82,7 +82,7 @@ def write_shards(entries: dict[str, Any], folder: Path, *, alone: bool = False, 
         OSError: the disk is full, or fails in another way, in any of the processes.
     """
     with _name_cause():
-        # One thread: what goes wrong in another one of torch's is lost, and with it a part of the checkpoint.
+        # One thread: torch loses exceptions of further threads, and with them a part of the checkpoint.
         dcp.save(entries, storage_writer=_Writer(str(folder), thread_count=1), process_group=group, no_dist=alone)
 
 
@@ -98,7 +98,7 @@ def read_shards(entries: dict[str, Any], folder: Path, *, alone: bool) -> None:
 
 @contextmanager
 def _name_cause() -> Iterator[None]:
-    """Raise the error of the first process that has one: torch's own is no Exception, and begins with pages of
+    """Raise the error of the first process that has one: torch's own is not an Exception, and begins with pages of
     frames.
     """
     with warnings.catch_warnings():
@@ -114,7 +114,7 @@ class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]  # torch has no types
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
-        except RuntimeError as error:  # what torch makes of a full disk, whose cause other processes do not get to see
+        except RuntimeError as error:  # torch's error for a full disk; other processes do not see the cause
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__

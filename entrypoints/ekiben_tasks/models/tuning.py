@@ -85,7 +85,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
             return (self.tails[0](hidden) if self.tails else hidden @ weight.T).argmax(-1)
         if self.tails:
             return losses.tail_loss(hidden, self.tails[0], batch.labels)
-        # Looked up here: a sharded head is complete only while its model runs.
+        # Looked up here: a sharded head is gathered only during the forward pass.
         return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, batch.labels, self.chunk_loss)
 
     def add_noise(self, alpha: float) -> None:
@@ -120,11 +120,11 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         """Checkpoint the activations of the first ``count`` blocks."""
         if not getattr(self.causal, "supports_gradient_checkpointing", False):
             raise TaskError(
-                f"{type(self.causal).__name__}: transformers has no gradient checkpointing for it; take smaller"
+                f"{type(self.causal).__name__}: transformers has no gradient checkpointing for it; use smaller"
                 " micro-batches (--set micro_batch=1 --set gradient_checkpointing=false), or shorter rows"
             )
-        # Later versions of transformers 5 renamed it. Not reentrant: the only leaves that want gradients are inside the
-        # blocks.
+        # Later versions of transformers 5 renamed it. Not reentrant: the only leaves that require gradients are inside
+        # the blocks.
         enable = getattr(self.causal, "activation_checkpointing_enable", None)
         (enable or self.causal.gradient_checkpointing_enable)({"use_reentrant": False})
         for block in find_blocks(self.body)[count:]:
@@ -226,6 +226,4 @@ def check_head(module: LossModule) -> None:
         head_logits = (module.tails[0](hidden) if module.tails else hidden @ head.weight.T).float()
     causal.train(was_training)
     if (model_logits - head_logits).abs().max() > 1e-3 * model_logits.abs().max() + 1e-4:
-        raise TaskError(
-            f"{type(causal).__name__}: its logits are not what the loss would be computed of; not supported here"
-        )
+        raise TaskError(f"{type(causal).__name__}: its logits are not those of its head alone; not supported here")

@@ -34,7 +34,7 @@ def find_config(folder: Path) -> Path:
         return file
     near = [str(path.parent) for path in sorted(folder.glob("**/adapter_config.json"))[:3]] if folder.is_dir() else []
     hint = f"; there is one in {', '.join(near)}" if near else "; train writes one to OUTPUT/adapter"
-    raise TaskError(f"{folder.absolute()}: holds no adapter_config.json, so it is no adapter{hint}")
+    raise TaskError(f"{folder.absolute()}: holds no adapter_config.json, so it is not an adapter{hint}")
 
 
 def read_base(file: Path) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import is_writable
 
-_ANSWER_SECONDS = 3.0  # how long the hub may take to accept a connection
+_ANSWER_SECONDS = 3.0  # connection timeout of the hub
 
 
 def prepare_caches(env: MutableMapping[str, str]) -> list[str]:
@@ -41,7 +41,7 @@ def prepare_caches(env: MutableMapping[str, str]) -> list[str]:
     env.setdefault("TRITON_CACHE_DIR", str(scratch / "triton"))
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     env.setdefault("CUDA_CACHE_PATH", str(scratch / "cuda"))  # the driver's own, else in ~/.nv
-    # flash-attn 4 keeps none unless told to, and it and its compiler would take a folder in /tmp that anybody can make.
+    # By default flash-attn 4 keeps no cache, and its compiler uses a folder in /tmp that anybody can create.
     env.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     env.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(scratch / "flash-attn-4"))
     env.setdefault("CUTE_DSL_CACHE_DIR", str(scratch / "cute-dsl"))
@@ -105,7 +105,7 @@ def _answers(url: str, env: MutableMapping[str, str]) -> bool:
     parts = urllib.parse.urlsplit(url)
     proxy = env.get(f"{parts.scheme}_proxy") or env.get(f"{parts.scheme}_proxy".upper())
     if proxy:
-        return True  # the proxy decides, and only a real request would tell
+        return True  # the proxy decides, so only a real request could show it
     answered = threading.Event()
 
     def connect() -> None:
@@ -113,7 +113,7 @@ def _answers(url: str, env: MutableMapping[str, str]) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=_ANSWER_SECONDS):
             answered.set()
 
-    # In a thread of its own: looking a name up has no time limit, and on closed networks it takes long.
+    # In a thread: a DNS lookup has no timeout, and on closed networks it takes long.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
     attempt.join(_ANSWER_SECONDS)

@@ -10,10 +10,10 @@ from typing import Any
 
 from ekiben_tasks.task.command import print_once
 
-THREADS = 4  # hashing releases Python's lock; more would take processor and disk from the run
+THREADS = 4  # hashing releases the GIL; more threads would slow the run
 _PRINTED = 1 << 30  # bytes from which on it is printed
 _BLOCK = 1 << 22
-# Weights in other formats than safetensors, which are not loaded where there are safetensors.
+# Weights in other formats, which are not loaded if there are safetensors.
 _OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite"}
 _Key = tuple[str, int, int]  # path, bytes, time of the last change in ns
 _DIGESTS: dict[_Key, str] = {}  # of this process: a benchmark trains the same model ten times
@@ -71,7 +71,7 @@ class ModelChecksum:
                 key = self.queue.pop()
                 digest = _sha256(Path(key[0]), self.stopped)
             except (IndexError, OSError):
-                continue  # another thread took the last one; or it cannot be read any more
+                continue  # another thread took the last one; or the file became unreadable
             if digest:
                 _DIGESTS[key] = digest
 

@@ -72,7 +72,7 @@ def start_processes(script: str, count: int | None, arguments: Sequence[str] | N
     if count == 1:
         return
     here = Path(script).resolve()
-    # Beside this library: a recipe's own script has it there in the image alone.
+    # Next to this library: only in the image is it next to a recipe's own script.
     launcher = [
         sys.executable,
         str(Path(__file__).resolve().parents[2] / "launch_node.py"),
@@ -90,7 +90,7 @@ class DryRun:
     """Describe the GPUs that a dry run plans for; None: those of this machine."""
 
     gpus: int | None = None
-    gpu: str | None = None  # a name in ekiben_tasks/models/memory.py, which has its memory
+    gpu: str | None = None  # a name of ekiben_tasks/models/memory.py, which lists its memory
 
 
 def read_dry_run(args: argparse.Namespace) -> DryRun | None:
@@ -109,7 +109,7 @@ def read_dry_run(args: argparse.Namespace) -> DryRun | None:
 
 
 class _FormerFlag(argparse.Action):
-    """The name that a flag had before: not in the help, understood for one more release, with a warning."""
+    """A former name of a flag: accepted with a warning for one more release, not in the help."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
@@ -191,8 +191,8 @@ def refuse_copies(environment: Mapping[str, str]) -> None:
 
 
 def silence_libraries() -> None:
-    """Leave out what libraries warn of that no user of a task can mend."""
-    # PEFT imports it, and without a GPU it warns of missing CPU kernels that nobody needs.
+    """Silence libraries' warnings that a user of a task cannot act on."""
+    # PEFT imports it, and without a GPU it warns of missing CPU kernels, which are not used.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # flash-attn 4's compiler, of an argument that flash-attn itself passes.
     warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot be converted to a JitArgument")

@@ -41,7 +41,7 @@ def explain_disk(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in _DISK_FAILS:
         return None
     file = f"{error.filename}: cannot be written" if error.filename else "a file cannot be written"
-    return f"{file} ({error.strerror}); make room and give the same command again: it goes on from what is complete"
+    return f"{file} ({error.strerror}); make room and give the same command again: it resumes from the completed part"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

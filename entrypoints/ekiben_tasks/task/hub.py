@@ -1,4 +1,4 @@
-"""Resolve the hub's models and data sets, and turn its errors into one sentence that says what to do."""
+"""Resolve the hub's models and data sets, and turn its errors into one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNREACHABLE = {
 
 
 def format_hub_error(error: BaseException, name: str, kind: str) -> str:
-    """Return one sentence for what the hub's libraries raised in a download. kind: "model" or "data set"."""
+    """Return one sentence for an exception of the hub's libraries during a download. kind: "model" or "data set"."""
     names = {type(each).__name__ for each in _causes(error)}
     text = " ".join(str(each) for each in _causes(error))
     if "GatedRepoError" in names and _has_token():
@@ -43,7 +43,7 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
     if "RevisionNotFoundError" in names:
         return f"{kind} {name}: is on the hub, but has no such revision; give a branch, a tag or a commit"
     if names & {"EntryNotFoundError", "RemoteEntryNotFoundError"}:
-        return f"{kind} {name}: is on the hub, but is no {kind} these libraries can load (a file is missing)"
+        return f"{kind} {name}: is on the hub, but is not a {kind} these libraries can load (a file is missing)"
     if names & _UNREACHABLE:
         return (
             f"{kind} {name}: not in the cache {os.environ.get('HF_HOME', '')}, and the hub cannot be reached from here;"
@@ -56,12 +56,12 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
         )
     if "trust_remote_code" in text:
         return (
-            f"{kind} {name}: comes with custom code, which Ekiben's tasks do not run; take a model that transformers"
+            f"{kind} {name}: comes with custom code, which Ekiben's tasks do not run; use a model that transformers"
             " itself has"
         )
     if "UnpicklingError" in names:
         return (
-            f"{kind} {name}: its weights are a pickle that holds more than tensors, which could run code; take one with"
+            f"{kind} {name}: its weights are a pickle that holds more than tensors, which could run code; use one with"
             " safetensors"
         )
     if "SafetensorError" in names:
@@ -70,11 +70,11 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
 
 
 def format_upload_error(error: BaseException, name: str) -> str:
-    """Return one sentence for what the hub's library raised in an upload of the model ``name``, OWNER/NAME."""
+    """Return one sentence for an exception of the hub's library during an upload of the model ``name``, OWNER/NAME."""
     names = {type(each).__name__ for each in _causes(error)}
     statuses = {getattr(getattr(each, "response", None), "status_code", None) for each in _causes(error)}
     if 401 in statuses:
-        return f"model {name}: the hub does not know the token in HF_TOKEN; copy it anew from {_TOKEN_PAGE}"
+        return f"model {name}: the hub does not know the token in HF_TOKEN; copy it again from {_TOKEN_PAGE}"
     if 403 in statuses:
         return (
             f"model {name}: the token in HF_TOKEN may not write there; is {name.split('/')[0]} your account or"
@@ -120,7 +120,7 @@ def is_hub_model(name: str) -> bool:
             raise TaskError(f"model {path}: is a folder, which has no revision {revision}; leave @{revision} out")
         if not (path / "config.json").is_file():
             adapter = " (it is an adapter: chat and merge take it)" if (path / "adapter_config.json").is_file() else ""
-            raise TaskError(f"model {path}: this folder holds no config.json, so it is no model{adapter}")
+            raise TaskError(f"model {path}: this folder holds no config.json, so it is not a model{adapter}")
         check_model_folder(path)
         return False
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or path.exists():

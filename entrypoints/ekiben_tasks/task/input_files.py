@@ -24,8 +24,8 @@ MAX_JSON = 4 << 30  # bytes of a JSON file of data, which is parsed as a whole
 MAX_LINE = 256 << 20  # bytes of one line of a JSONL file, which may be of any size
 MAX_MODEL_JSON = 1 << 30  # bytes of a JSON file of a model, which its libraries parse as a whole
 COMPRESSED = (".gz", ".zst")  # texts that are decompressed while they are read
-MAX_DEPTH = 100  # of values inside each other
-MAX_DIGITS = 300  # of an integer: it still fits a float
+MAX_DEPTH = 100  # maximum nesting of values
+MAX_DIGITS = 300  # maximum digits of an integer: it still fits a float
 _END = object()
 
 
@@ -98,7 +98,7 @@ def check_model_folder(folder: Path) -> None:
     files: list[tuple[Path, os.stat_result]] = []
     with contextlib.suppress(OSError):  # a folder that cannot be listed may still be a model
         for file in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError):  # a link that leads nowhere
+            with contextlib.suppress(OSError):  # a dangling link
                 files.append((file, file.stat()))
     for file, status in files:
         if not stat.S_ISDIR(status.st_mode):
@@ -129,7 +129,7 @@ def parse_json(text: str) -> Any:
     except ValueError:  # Python converts no integer above 4,300 digits
         raise ValueError(f"has an integer of more than {MAX_DIGITS} digits") from None
     check_limits(value)
-    if "\\ud" in text or "\\uD" in text:  # an escape of half a character, unless the other half follows
+    if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair, unless the other half follows
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -191,17 +191,17 @@ def _decompress(file: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
         if file.suffix == ".gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=stream))
         else:
-            import pyarrow  # only here: half a second of import that most runs do not need
+            import pyarrow  # imported here: half a second of import that most runs do not need
 
             yield cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd")))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"is no complete {file.suffix} file: {error}") from None
+        raise ValueError(f"is not a complete {file.suffix} file: {error}") from None
 
 
 def _read_all(stream: BinaryIO, max_size: int) -> bytes:
-    """Return what is left in ``stream``, which may be more than the file had when it was opened."""
+    """Return the rest of ``stream``, which may have grown since the file was opened."""
     blocks, size = [], 0
-    while block := stream.read(1 << 20):  # read(max_size) would reserve that memory at once
+    while block := stream.read(1 << 20):  # read(max_size) would allocate all of it in advance
         size += len(block)
         if size > max_size:
             raise ValueError(f"has more than {_format_size(max_size)}")

@@ -56,7 +56,7 @@ def lock_output(output: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(file.fileno())):
-                raise BlockingIOError(errno.EWOULDBLOCK, "removed by the run that had it")
+                raise BlockingIOError(errno.EWOULDBLOCK, "removed by the run that held it")
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 file.seek(0)
@@ -71,5 +71,7 @@ def lock_output(output: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if lock.parent != output:  # beside a file it would be left over; who has it open by now is refused
+            if (
+                lock.parent != output
+            ):  # remove the lock beside a file; a process that has opened it meanwhile is refused
                 lock.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 1280, 720, 130, 60, 1240, 640
 SCALE = 3  # of the letters
 SMOOTHED = 30  # points from which on a line is drawn smoothed too, over a twentieth of them
 
-# 3 x 5 points a letter, a digit 0 to 7 a row. What is not here is left blank.
+# 3 x 5 pixels per letter, one octal digit per row. Other characters are blank.
 _LETTERS = {
     "0": "75557",
     "1": "26227",

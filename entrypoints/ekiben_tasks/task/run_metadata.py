@@ -1,4 +1,4 @@
-"""Build what the records of all tasks have in common (run.json), and write metrics.jsonl."""
+"""Build the common fields of all tasks' records (run.json), and write metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ekiben_tasks.task.files import replace_text
 
 
 def run_record(settings: Any, exit_code: int | None, started: float) -> dict[str, Any]:
-    """Return what the record of every task has.
+    """Return the fields of every task's record.
 
     settings: the task's dataclass. exit_code: None for a finished run. started: seconds since the epoch.
     """
@@ -38,7 +38,7 @@ def run_record(settings: Any, exit_code: int | None, started: float) -> dict[str
 
 
 def model_record(name: str, checksum: ModelChecksum, *, wait: bool) -> dict[str, Any]:
-    """Return what the record of every task has of a model: its name, the hub's commit or a folder's checksums.
+    """Return the fields of every task's record about a model: its name, the hub's commit or a folder's checksums.
 
     wait: for checksums that are still computed; a run that was interrupted leaves them out.
     """

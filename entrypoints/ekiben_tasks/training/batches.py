@@ -37,13 +37,13 @@ class Batches:
         self.layout, self.collective, self.device = layout, collective, device
         self.sequences = sequences
         self.max_tokens = plan.max_tokens  # of a micro-batch; less once the memory was too small
-        self._order: tuple[int, torch.Tensor] | None = None  # of the rows, in an epoch
+        self._order: tuple[int, torch.Tensor] | None = None  # epoch, order of its rows
 
     def rows_of(self, step: int) -> list[Example]:
         """Return the examples of ``step``, of all processes together; each epoch has an order of its own."""
         count = len(self.train) if self.sequences is None else len(self.sequences)
         epoch, position = divmod(step, self.plan.steps_per_epoch(count))
-        if self._order is None or self._order[0] != epoch:  # drawn once: of millions of rows it takes as long as a step
+        if self._order is None or self._order[0] != epoch:  # once: shuffling millions of rows takes as long as a step
             generator = torch.Generator().manual_seed(self.plan.settings.seed + epoch)
             self._order = (epoch, torch.randperm(count, generator=generator))
         size = self.plan.settings.batch_size

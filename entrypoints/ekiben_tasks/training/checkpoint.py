@@ -20,7 +20,7 @@ from ekiben_tasks.task.settings import describe
 from ekiben_tasks.training.settings import Settings
 
 KEEP = 2
-# Checkpoints of earlier releases, which are still continued, have other names, and not all settings.
+# Checkpoints of earlier releases can be resumed; they have other names, and not all settings.
 _FORMER_NAMES = {"last_test_loss": "last_eval_loss", "test_share": "validation_split"}
 
 
@@ -44,7 +44,7 @@ class Checkpoints:
         restore: called with the checkpoint's folder and its state.
 
         Raises:
-            TaskError: it is another run's, or cannot be read.
+            TaskError: it belongs to another run, or cannot be read.
         """
         # A shared file system shows a new or removed folder to some nodes earlier than to others.
         newest = self.world.broadcast(None if (path := latest(self.folder)) is None else str(path))
@@ -106,7 +106,7 @@ def check_fingerprint(checkpoint: Path, saved: dict[str, Any], current: dict[str
 
 
 def advise_restart(rate: float, newest: Path | None) -> str:
-    """Return what to do about a value that is not finite. newest: the checkpoint that is left."""
+    """Return a hint for a value that is not finite. newest: the remaining checkpoint."""
     left = f"{newest} is the newest checkpoint, from before it" if newest else "no checkpoint was saved before it"
     retry = f"start again with --overwrite --set learning_rate={rate / 3:.2g}"
     return f"look at the data for rows of noise, or {retry}; {left}"
@@ -144,7 +144,7 @@ def save(
         shutil.rmtree(staged, ignore_errors=True)
         raise TaskError(
             f"{final}: cannot be written ({error}); {_free(folder)}; make room and give the same command again: "
-            f"it goes on from {_newest(folder)}"
+            f"it continues from {_newest(folder)}"
         ) from error
     if world.is_main_process:
         if final.exists():
@@ -208,7 +208,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     with path.open("wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # what torch makes of a full disk
+        except RuntimeError as error:  # torch's error for a full disk
             raise OSError(str(error.__context__ or error)) from error
         file.flush()
         os.fsync(file.fileno())

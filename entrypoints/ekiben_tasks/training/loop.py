@@ -1,4 +1,4 @@
-"""Run the training loop: steps, evaluation, checkpoints. The strategy decides what is trained, and on how many GPUs."""
+"""Run the training loop: steps, evaluation, checkpoints. The strategy determines the trained weights and the GPUs."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class TrainerCallback:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Record what is due after a step, by the main process's clock."""
+    """Record which actions are due after a step, by the main process's clock."""
 
     save: bool
     log: bool
 
 
 def count_alloc_retries(device: Device) -> int:
-    """Return how often PyTorch's allocator has found the GPU full, and had to give back what it kept."""
+    """Return how often PyTorch's allocator ran out of GPU memory and had to free its cache."""
     if not device.is_gpu:
         return 0
     return int(torch.cuda.memory_stats_as_nested_dict(device.torch_device)["num_alloc_retries"])
@@ -168,7 +168,7 @@ class Run:
         return due
 
     def _beat(self, phase: Phase, micro_batch: int = 0) -> None:
-        """Say where the step is that runs now.
+        """Record the position within the current step.
 
         The first one after a start compiles, and every process waits for the slowest.
         """
@@ -200,7 +200,7 @@ class Run:
         stop, save, log, short = (vote > 0 for vote in votes)
         if short and self.strategy.collective and self.world.size > 1:
             self._halve_micro_batches(longest)
-        if stop and self.world.size > 1:  # alone, a signal is answered between two micro-batches
+        if stop and self.world.size > 1:  # a single process handles a signal between two micro-batches
             self.stop.exit_code = self.stop.exit_code or REQUEUE
             return total, None
         return total, Due(save=save, log=log)
@@ -240,7 +240,7 @@ class Run:
             batches.max_tokens = min(batches.max_tokens, self.plan.step_tokens(longest, self.world.size)) // 2
             if self.world.is_main_process:
                 print(
-                    f"little GPU memory left: going on with packs of at most {batches.max_tokens:,} tokens",
+                    f"little GPU memory left: continuing with packs of at most {batches.max_tokens:,} tokens",
                     flush=True,
                 )
 
@@ -251,7 +251,7 @@ class Run:
         batches = self.batches
         if not self.strategy.collective and batches.max_tokens > 2 * longest:
             batches.max_tokens = min(batches.max_tokens, self.plan.step_tokens(longest, self.world.size)) // 2
-            print(f"out of GPU memory: going on with packs of at most {batches.max_tokens:,} tokens", flush=True)
+            print(f"out of GPU memory: continuing with packs of at most {batches.max_tokens:,} tokens", flush=True)
         elif not self.strategy.collective and self.checkpointed < layers:
             self.checkpointed = layers
             self.loss_module.checkpoint_activations(layers)
@@ -262,16 +262,16 @@ class Run:
                 f"{failures.name_process()}: out of GPU memory with packs of {batches.max_tokens:,} tokens, the longest"
                 f" row {longest:,}, {self.checkpointed} of {layers} blocks checkpointed, on {self.device.name}; try"
                 f" --set gradient_checkpointing=true --set micro_batch=1, --set max_length={longest // 2}, more GPUs,"
-                " or GPUs nobody else is using"
+                " or GPUs without other users"
             )
 
     # ------------------------------------------------------------------ around the steps
 
     def _save(self) -> None:
-        """Save the state after the last step. Its losses and gradients were checked: flush() comes first.
+        """Save the state after the last step. flush() has checked its losses and gradients.
 
         Raises:
-            TaskError: a weight is no number; the checkpoints stay as they are.
+            TaskError: a weight is not a number; the checkpoints stay as they are.
         """
         self.heartbeat.beat(Phase.SAVE, self.step, long=True)
         if not self.world.minimum(int(self.strategy.is_finite()), self.device.torch_device):
@@ -288,9 +288,9 @@ class Run:
         if self.step > self.first_step:
             self._save()
             if self.world.is_main_process:
-                print(f"saved step {self.step} of {self.steps}; the same command goes on from here", flush=True)
+                print(f"saved step {self.step} of {self.steps}; the same command continues from here", flush=True)
         elif self.world.is_main_process:
-            print("nothing is saved: no step was finished since the start", flush=True)
+            print("nothing to save: no step was finished since the start", flush=True)
         assert self.stop.exit_code is not None
         return self.stop.exit_code
 
@@ -302,7 +302,7 @@ class Run:
         self.callback.on_evaluate_begin(self)
         total = torch.zeros((), device=self.device.torch_device)
         self.loss_module.eval()
-        # Compiled code for evaluation would take longer to make than it saves.
+        # Compiling for evaluation would take longer than it saves.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for index, rows in enumerate(self.batches.share(test, training=False)):
                 self.heartbeat.beat(Phase.EVALUATE, self.step, micro_batch=index)

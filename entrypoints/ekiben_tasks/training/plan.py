@@ -1,4 +1,4 @@
-"""Decide what a run will do, before its first step: its steps, and how they fit the memory."""
+"""Plan a run before its first step: its steps, and how they fit the memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ekiben_tasks.training.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Hold what is decided before a run's first step. max_rows, max_tokens: of one micro-batch."""
+    """Hold the plan of a run. max_rows, max_tokens: of one micro-batch."""
 
     settings: Settings
     max_rows: int
     max_tokens: int
-    checkpointed: int  # blocks whose activations are computed twice
+    checkpointed: int  # blocks with recomputed activations
     compile: bool
     sequence_length: int = 0  # tokens of a packed sequence; 0: batch_size counts examples
 

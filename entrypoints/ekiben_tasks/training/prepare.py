@@ -32,11 +32,11 @@ class Prepared:
     too_long: int
     limit: int = 0  # tokens of the longest example allowed
     limit_reason: str = ""
-    sequences: list[list[int]] | None = None  # packed ones: indices of their training examples
+    sequences: list[list[int]] | None = None  # packed sequences: indices of their training examples
 
     @property
     def count(self) -> int:
-        """Return what an epoch has, of which a step takes batch_size: packed sequences, or examples."""
+        """Return the items of an epoch, of which a step uses batch_size: packed sequences, or examples."""
         return len(self.train) if self.sequences is None else len(self.sequences)
 
     @property

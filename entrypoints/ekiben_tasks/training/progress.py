@@ -30,7 +30,7 @@ class Meter:
         self.lap()
 
     def lap(self) -> None:
-        """Start a new interval, and drop what was counted since the last keep()."""
+        """Start a new interval, and drop the counts since the last keep()."""
         self._tokens, self._flops, self._since = 0, 0.0, time.monotonic()
 
     def count(self, tokens: int, flops: float) -> None:
@@ -39,7 +39,7 @@ class Meter:
         self._flops += flops
 
     def keep(self) -> None:
-        """Add what was counted since the last lap. Call it when the device has finished that work."""
+        """Add the counts since the last lap. Call it when the device has finished that work."""
         self.tokens += self._tokens
         self.flops += self._flops
         self.seconds += time.monotonic() - self._since
@@ -69,7 +69,7 @@ def add_length(lengths: list[dict[str, int]], step: int, **now: int) -> list[dic
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every so many steps does after ``step``. every: 0: it never does."""
+    """Return whether an action with the period ``every`` is due after ``step``. every: in steps; 0: never."""
     return every > 0 and step % every == 0
 
 
@@ -96,7 +96,7 @@ class RunState:
         return self.meter.speed(self.world.size, self.peak)
 
     def measurements(self) -> dict[str, float | None]:
-        """Return what run.json has of the run's speed and losses."""
+        """Return the speed and losses for run.json."""
         speed, mfu = self.speed()
         losses = (self.last_loss, self.last_eval_loss, math.exp(min(self.last_eval_loss, 100)))
         names = ("final_loss", "final_eval_loss", "final_eval_perplexity")
@@ -160,7 +160,7 @@ class _Pending:
 
 
 class Progress(RunState):
-    """Collect a run's losses and speed. They are fetched from the device a few times a minute, all steps at once."""
+    """Collect a run's losses and speed. They are fetched from the device in groups, a few times a minute."""
 
     def __init__(
         self, plan: Plan, world: DistributedContext, device: Device, costs: flops.Costs, output: Path, rows: int
@@ -171,7 +171,7 @@ class Progress(RunState):
         self.lengths = add_length([], 0, steps=self.steps)
         self.best_step, self.best_eval_loss, self.evals_since_best = 0, math.inf, 0  # step 0: none was evaluated
         self.skips_overflow = device.dtype == torch.float16
-        self.metrics: Metrics | None = None  # of the first process
+        self.metrics: Metrics | None = None  # those of the first process
         self._pending: list[_Pending] = []
 
     def begin(self) -> None:
@@ -205,7 +205,7 @@ class Progress(RunState):
             self.print_evaluation()
 
     def flush(self) -> None:
-        """Fetch the losses of the steps since the last flush, all at once, and record them.
+        """Fetch the losses of all steps since the last flush together, and record them.
 
         Raises:
             TaskError: a loss or a gradient is not finite. In fp16 a step with such a gradient was skipped, and its
@@ -241,7 +241,7 @@ class Progress(RunState):
             raise TaskError(f"{broken}: {self.advise()}")
 
     def advise(self) -> str:
-        """Return what to do about a number that is not finite, and which checkpoint is left."""
+        """Return a hint for a number that is not finite, with the remaining checkpoint."""
         newest = checkpoint.latest(self.output / "checkpoints")
         return checkpoint.advise_restart(self.plan.settings.learning_rate, newest)
 

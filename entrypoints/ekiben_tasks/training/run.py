@@ -108,7 +108,7 @@ def run(job: Job) -> int:
 
 def _join(job: Job, module: strategies.StrategyModule) -> DistributedContext:
     """Join the processes of the run, which may take long: the process must stay killable."""
-    if job.dry:  # it needs nobody: one process plans for all
+    if job.dry:  # a dry run needs no other process: one plans for all
         return DistributedContext(rank=int(os.environ.get("RANK", "0")), size=job.processes)
     settings = job.settings
     return init_distributed(settings.device, alone=not module.NEEDS_PROCESS_GROUP, hang_minutes=settings.hang_minutes)
@@ -138,7 +138,7 @@ def _prepare_training(
 def _decide(
     job: Job, tokenizer: Any, world: DistributedContext
 ) -> tuple[RunSummary, memory.MemoryProfile, flops.Costs]:
-    """Everything that can be decided before weights are loaded."""
+    """Prepare everything that does not need weights."""
     settings = job.settings
     device, no_device = _device(settings, world.local_rank, job.dry)
     is_here = not (job.dry and job.dry.gpu)
@@ -237,7 +237,7 @@ def _record(
         if training.world.is_main_process:
             checkpoint.save_model(strategy.loss_module.causal, folder, weights)
     metrics = training.progress.metrics
-    if metrics is None:  # another process records
+    if metrics is None:  # only the main process writes the record
         return
     result = run_summary.result(summary, training, outcome)
     write_json(job.output / "run.json", result)
@@ -250,13 +250,13 @@ def _record(
 
 
 def _refuse_what_cannot_fit(summary: RunSummary, profile: memory.MemoryProfile, *, is_here: bool) -> None:
-    """Raise DoesNotFitError with what would make it fit. is_here: it would run on this machine."""
-    # What DeepSpeed keeps in the host's memory, for all GPUs of this node.
+    """Raise DoesNotFitError with settings that would fit. is_here: it would run on this machine."""
+    # DeepSpeed's states in the host's memory, for all GPUs of this node.
     host = summary.memory.host * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if is_here and host > (free := free_ram()):
         raise DoesNotFitError(
             f"{summary.settings.model}: about {host / GIB:.0f} GiB of this node's own memory would be needed, and "
-            f"{free / GIB:.0f} GiB are free; take more nodes, or keep less there (--set deepspeed.offload=none)"
+            f"{free / GIB:.0f} GiB are free; use more nodes, or keep less there (--set deepspeed.offload=none)"
         )
     budget_bytes = summary.device.memory
     expected = summary.needed_bytes
@@ -269,7 +269,7 @@ def _refuse_what_cannot_fit(summary: RunSummary, profile: memory.MemoryProfile, 
         quantises=summary.device.is_gpu,
         offloads=has_deepspeed and summary.device.is_gpu,
     )
-    smaller = "; what would: " + ", or ".join(ways) if ways else "; take a smaller model"
+    smaller = "; what would: " + ", or ".join(ways) if ways else "; use a smaller model"
     raise DoesNotFitError(
         f"{summary.settings.model}: about {expected / GIB:.0f} GiB would be needed, and {summary.device.name} "
         f"has {budget_bytes / GIB:.0f} GiB free, so it will not fit{smaller}"
@@ -277,7 +277,7 @@ def _refuse_what_cannot_fit(summary: RunSummary, profile: memory.MemoryProfile, 
 
 
 def _device(settings: Settings, index: int, dry: DryRun | None) -> tuple[Device, str | None]:
-    """The device; for a dry run without one, the CPU in its place and the reason."""
+    """Return the device; for a dry run without one, the CPU and the reason."""
     if dry and dry.gpu:
         return named_device(dry.gpu), None
     try:

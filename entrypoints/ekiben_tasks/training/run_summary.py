@@ -34,9 +34,9 @@ class RunSummary:
     settings: Settings
     parallel: str
     processes: int
-    spread: str  # what each process has, in words
+    spread: str  # the layout of each process, as text
     device: Device
-    no_device: str | None  # why there is no GPU, in a dry run
+    no_device: str | None  # why a dry run has no GPU
     attention: str  # in words
     proof: Proof
     kernels: ChosenKernels
@@ -79,7 +79,7 @@ class RunSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold what is known of a run once it has ended."""
+    """Hold the results of a run that has ended."""
 
     exit_code: int | None  # None: it has finished
     peak_memory: int  # bytes
@@ -141,7 +141,7 @@ def format_header(summary: RunSummary) -> list[str]:
 
 
 def _notes(summary: RunSummary, steps: int) -> list[str]:
-    """Return the lines about settings that slow the run down, or have another effect than they say."""
+    """Return the lines about settings that slow the run down, or do not have their usual effect."""
     settings, lines = summary.settings, list[str]()
     if summary.parallel == "deepspeed" and summary.processes > 1 and settings.deepspeed.offload == "none":
         # Two H200, 1B, every weight: 90 % of twice one GPU's speed by fsdp, 66 by ZeRO-2, 56 by ZeRO-3.
@@ -169,14 +169,16 @@ def _notes(summary: RunSummary, steps: int) -> list[str]:
 def name_attention(proof: Proof, kernel: str) -> str:
     """Return a description of the attention. kernel: for mixed lengths."""
     if proof.layout == "padded":
-        return f"{proof.implementation} over rows side by side, filled up (this architecture's cannot take packed rows)"
+        return f"{proof.implementation} over padded rows (this architecture does not support packed rows)"
     if proof.layout == "equal":
-        return f"{proof.implementation} over rows of one length side by side (others would change each other)"
+        return (
+            f"{proof.implementation} over rows of equal length (this architecture supports neither packing nor padding)"
+        )
     return f"{kernel} row by row over packed rows" if kernel in SDPA_KERNELS else f"{kernel} over packed rows"
 
 
 def _proof_lines(proof: Proof) -> list[str]:
-    """Return how the layout of batches was verified, and why faster ones were not taken."""
+    """Return how the layout of batches was verified, and why faster ones were rejected."""
     return [
         f"            on a small model the gradient is within {proof.gradient:.0e} of that of one row at a time",
         *(f"            not {reason}" for reason in proof.reasons),

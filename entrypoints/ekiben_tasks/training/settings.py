@@ -23,7 +23,7 @@ from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.settings import option
 
 SAMPLE = "sample"
-# What may differ between a run and its continuation: it changes neither data nor arithmetic, or only how fast it goes.
+# Settings that may differ between a run and its continuation: they affect neither data nor results, or only speed.
 _FREE = {
     "device",
     "compile",
@@ -53,7 +53,7 @@ class Settings:
     """Define the settings of `train`."""
 
     model: str = option("cyberagent/open-calm-3b", "base model: a hub id or a local folder")
-    method: Literal["lora", "full", "last-layer"] = option("lora", "what is trained: an adapter, every weight, the end")
+    method: Literal["lora", "full", "last-layer"] = option("lora", "trained weights: an adapter, all, the last layer")
     bits: Literal[16, 8, 4] = option(16, "of the frozen weights under an adapter; 8 and 4 by bitsandbytes, on a GPU")
     data: object = option(
         SAMPLE,
@@ -64,13 +64,13 @@ class Settings:
         "first_exhausted", "when an epoch of sources with weights ends: at the end of the first one, or of the last one"
     )
     validation_split: float = option(
-        0.02, "share of the examples kept for evaluation, where a source does not say", old="test_share"
+        0.02, "share of the examples for evaluation, unless a source sets it", old="test_share"
     )
     form: DatasetFormat = dataclasses.field(default_factory=DatasetFormat)
     mask_prompt: bool = option(True, "compute the loss of responses only; false: of prompts, too")
     max_length: int = option(2048, "tokens of the longest row")
     long_examples: Literal["drop", "cut", "chunk"] = option(
-        "drop", "rows of more tokens are left out, cut at the end, or split into several; the plan counts them"
+        "drop", "longer rows are skipped, truncated, or split into several; the plan counts them"
     )
     packing: bool = option(
         False,
@@ -83,9 +83,11 @@ class Settings:
         "auto", "modules or weights that method last-layer trains; auto: the last norm, and the head unless it is tied"
     )
     epochs: float = option(1, "times through the data; 0.5: half of it")
-    max_steps: int = option(-1, "stop after so many steps; -1: at the end of the epochs")
+    max_steps: int = option(-1, "stop after this number of steps; -1: at the end of the epochs")
     batch_size: int = option(32, "rows of one step of the optimizer, over all GPUs")
-    micro_batch: int | Literal["auto"] = option("auto", "rows at a time; auto: what fits. The gradient is the same")
+    micro_batch: int | Literal["auto"] = option(
+        "auto", "rows at a time; auto: as many as fit. The gradient is the same"
+    )
     learning_rate: float = option(3e-4, "highest learning rate")
     schedule: Literal["linear", "cosine", "constant", "wsd"] = option(
         "linear", "decay after the warm-up: linear, cosine, constant: none, or wsd: a cosine in decay_steps at the end"
@@ -116,8 +118,8 @@ class Settings:
         0, "rows for evaluation that are answered, greedily, after each evaluation: printed, and in samples.jsonl"
     )
     save_minutes: float = option(15, "minutes between checkpoints; there is one after every epoch and on SIGTERM")
-    save_steps: int = option(0, "steps between checkpoints, besides those; 0: none")
-    save_total_limit: int = option(2, "checkpoints that are kept, the newest ones")
+    save_steps: int = option(0, "steps between further checkpoints; 0: none")
+    save_total_limit: int = option(2, "number of newest checkpoints to keep")
     log_seconds: float = option(5, "seconds between lines of progress")
     hang_minutes: float = option(
         10,
@@ -147,7 +149,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """Hold the options of a run that are no settings.
+    """Hold the options of a run that are not settings.
 
     dry: print the plan for these GPUs, and stop. skip_bad: leave invalid examples out. fresh: start again, though the
     output holds a checkpoint. temporary: the output is removed afterwards, so no message names it.
@@ -235,10 +237,10 @@ def _optimizer_problems(settings: Settings) -> list[str]:
         return []
     if settings.parallel == "deepspeed" or (settings.parallel == "fsdp" and settings.method == "full"):
         return [
-            f"{way}: its state cannot be sharded by parallel={settings.parallel}; take parallel=ddp, or optimizer=adamw"
+            f"{way}: its state cannot be sharded by parallel={settings.parallel}; use parallel=ddp, or optimizer=adamw"
         ]
     if settings.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        return [f"{way}: this image has no bitsandbytes; take one with the layer huggingface, or optimizer=adamw"]
+        return [f"{way}: this image has no bitsandbytes; use one with the layer huggingface, or optimizer=adamw"]
     return []
 
 
@@ -288,10 +290,10 @@ def count_processes(settings: Settings, dry: DryRun | None) -> int:
 
 
 def resolve_parallel(settings: Settings, processes: int) -> str:
-    """Return the strategy for so many processes. The setting ``auto`` is ddp for several, none for one.
+    """Return the strategy for this number of processes. The setting ``auto`` is ddp for several, none for one.
 
     Raises:
-        TaskError: the strategy does not take so many processes.
+        TaskError: the strategy does not support this number of processes.
     """
     several = processes > 1
     if settings.parallel == "auto":
@@ -305,7 +307,7 @@ def resolve_parallel(settings: Settings, processes: int) -> str:
     if takes == "several" and not several:
         raise TaskError(
             f"setting parallel={settings.parallel}: needs several processes, and this is one; start them with "
-            "train --gpus N (build.py submit on several nodes), or take --set parallel=none"
+            "train --gpus N (build.py submit on several nodes), or use --set parallel=none"
         )
     return settings.parallel
 

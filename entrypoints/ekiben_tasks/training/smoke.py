@@ -1,4 +1,4 @@
-"""Test that an image trains: a tiny random model goes through everything a real one does."""
+"""Test that an image trains: a tiny random model passes all phases of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ekiben_tasks.training.train import train
 
 
 def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
-    """Train on the sample rows, check what a user relies on, and return 0.
+    """Train on the sample rows, check the results, and return 0.
 
     Raises:
         TaskError: a check failed; the message names it.
@@ -38,11 +38,11 @@ def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
         ensure_output_dir(output)
     with shared_scratch(world, output) as scratch:
         folder = output or scratch / "result"
-        # Beside an adapter that is kept, which names it.
+        # Next to the adapter, whose config names this path.
         base = (output or scratch) / "smoke-base"
         if world.is_main_process:
             make_base(base, sample, form=settings.form)
-        world.barrier()  # the others read it
+        world.barrier()  # the other processes read it
         sharded = settings.parallel == "deepspeed" or (settings.parallel == "fsdp" and world.size > 1)
         quick = dataclasses.replace(
             Settings(),
@@ -68,7 +68,7 @@ def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
         )
         if train(quick, sample.parent.parent, folder, TrainOptions(fresh=True, temporary=output is None)) != 0:
             raise TaskError("smoke: interrupted")
-        if not world.is_main_process:  # what is left of the run is checked once
+        if not world.is_main_process:  # the files of the run are checked once
             return 0
         check_loss_fell(folder)
         if settings.method == "lora":

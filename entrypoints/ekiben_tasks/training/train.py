@@ -43,7 +43,7 @@ def train(
         TaskError: the data, the model or the output cannot be used.
     """
     options = options or TrainOptions()
-    # What can be wrong is found before seconds of imports and minutes of downloads.
+    # Find errors before seconds of imports and minutes of downloads.
     check(settings)
     if settings.method == "lora" and settings.adapter:
         find_config(Path(settings.adapter))

@@ -18,7 +18,7 @@ _SHOWN = ("loss", "reward", "rewards/margins", "accuracy", "rewards/accuracies",
 class RunCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Print and record each log, tell where the process is, and save and stop at a signal.
 
-    first: the step after which the run goes on; later lines of an earlier start are removed.
+    first: the step after which the run continues; later lines of an earlier start are removed.
     """
 
     def __init__(

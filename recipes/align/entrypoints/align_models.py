@@ -64,7 +64,7 @@ def _load_classifier(path: str, device: Device, *, is_reward: bool) -> Any:
         raise TaskError(format_hub_error(error, path, "reward model" if is_reward else "model")) from error
     missing = [name for name in report["missing_keys"] if is_reward or not name.startswith(("score", "classifier"))]
     if missing:
-        kind = "is no reward model" if is_reward else "cannot be used"
+        kind = "is not a reward model" if is_reward else "cannot be used"
         raise TaskError(f"model {path}: {kind}: its files lack the weights {', '.join(sorted(missing)[:3])}")
     return model
 

@@ -197,11 +197,11 @@ def check(settings: Settings, processes: int) -> None:
     problems += [f"setting {name}: must be above 0, not {value}" for name, value in positive if not value > 0]
     if settings.micro_batch > 0 and settings.batch_size % (settings.micro_batch * processes):
         problems.append(
-            f"setting batch_size: {settings.batch_size} is no multiple of micro_batch times processes"
+            f"setting batch_size: {settings.batch_size} is not a multiple of micro_batch times processes"
             f" ({settings.micro_batch} x {processes})"
         )
     if settings.bits != 16 and settings.method == "full":
-        problems.append(f"setting bits={settings.bits}: not together with method=full; take method=lora")
+        problems.append(f"setting bits={settings.bits}: not together with method=full; use method=lora")
     problems += [*check_lora(settings.lora), *settings.problems()]
     if problems:
         raise SettingError("\n".join(problems))

@@ -143,7 +143,7 @@ def load_tasks(settings: Settings, folder: Path | None) -> tuple[TaskManager, li
         if name not in manager.all_tasks:
             where = f" in {folder} or" if folder else ""
             hint = nearest(name, manager.all_tasks)
-            raise SettingError(f"setting tasks: '{name}' is no task{where} of lm-evaluation-harness.{hint}")
+            raise SettingError(f"setting tasks: '{name}' is not a task{where} of lm-evaluation-harness.{hint}")
     loaded: list[Any] = []
     with contextlib.chdir(folder) if folder else contextlib.nullcontext():  # where relative data_files lie
         for name in dict.fromkeys(settings.tasks):
@@ -242,7 +242,7 @@ def _describe(task: Any, size: int) -> dict[str, Any]:
 def _check_template(settings: Settings, tokenizer: Any) -> None:
     if settings.chat_template and not tokenizer.chat_template:
         name = settings.adapter or settings.model
-        raise TaskError(f"setting chat_template: the tokenizer of {name} has none; take --set chat_template=false")
+        raise TaskError(f"setting chat_template: the tokenizer of {name} has none; use --set chat_template=false")
 
 
 def _score(

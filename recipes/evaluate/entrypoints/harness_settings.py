@@ -22,7 +22,7 @@ class Settings(frame.EvaluationSettings):
         "folder of task files (YAML) and their data, found there first; sample: the recipe's own; empty: none",
     )
     few_shot: int | None = option(None, "examples before each question; empty: as the task says")
-    examples: int = option(0, "the first so many of each task; 0: all")
+    examples: int = option(0, "number of examples of each task, from the first; 0: all")
     chat_template: bool = option(False, "ask by the tokenizer's chat template")
     keep_answers: bool = option(True, "write each answer of the model to samples-TASK.jsonl")
     run_generated_code: bool = option(False, "allow tasks that run the code which the model writes")

@@ -7,7 +7,7 @@ train --set target_loss=1.9                          all runs, to a target of yo
 train --reference                                    the reference run alone, as a job of a cluster
 train --run 3                                        the third run alone, likewise
 train --gpus 4                                       each run on several GPUs of this node
-train --summary                                      what the runs so far come to
+train --summary                                      summarise the finished runs
 train --dry-run
 train --smoke                                        every task on a tiny model and sample rows, offline
 """
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (run_folder(args.output, number) / RESULT).is_file():
             print(f"{run_label(number):<12}done before", flush=True)
             continue
-        # Each in a process of its own: none finds what another has warmed up.
+        # Each in its own process: no run benefits from caches of another.
         argv = list(sys.argv[1:] if arguments is None else arguments)
         which = ["--reference"] if number == REFERENCE else ["--run", str(number)]
         code = subprocess.run([sys.executable, str(Path(__file__).resolve()), *argv, *which]).returncode
@@ -85,13 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.command("train", __doc__, Settings, arguments)
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("bench"), help="default: bench")
-    parser.add_argument("--run", type=int, metavar="N", help="this run alone, from 1; its seed is train.seed + N - 1")
+    parser.add_argument("--run", type=int, metavar="N", help="only this run, from 1; its seed is train.seed + N - 1")
     parser.add_argument(
-        "--reference", action="store_true", help="the run alone that sets the target (target_loss auto)"
+        "--reference", action="store_true", help="only the reference run, which sets the target (target_loss auto)"
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="each run on N GPUs of this node")
-    parser.add_argument("--summary", action="store_true", help="say what the finished runs come to")
-    parser.add_argument("--dry-run", action="store_true", help="say what a run would do, and stop")
+    parser.add_argument("--summary", action="store_true", help="summarise the finished runs")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan of a run, and stop")
     command.add_on_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a tiny model through every task, offline, and check it")
     return parser.parse_args(arguments)

@@ -80,11 +80,11 @@ def run_once(
             callback=log.callback(),
         )
     except BaseException:
-        with contextlib.suppress(TaskError):  # of a log that cannot be written: the error before it counts
+        with contextlib.suppress(TaskError):  # the log cannot be written: report the earlier error
             log.close("aborted")
         log.shut()
         raise
-    log.close("success" if log.reached else "aborted")  # MLPerf knows no third word
+    log.close("success" if log.reached else "aborted")  # MLPerf has no third value
     log.shut()
     if log.is_main_process and not dry and not code:
         write_json(folder / RESULT, log.result(number, seed))
@@ -179,9 +179,7 @@ def summarise(output: Path, run_count: int) -> dict[str, Any]:
     mean = olympic_mean(seconds)
     targets = {result["target_loss"] for result in results}
     if len(targets) > 1:
-        raise TaskError(
-            f"{output}: runs with different targets ({', '.join(map(str, targets))}); take another --output"
-        )
+        raise TaskError(f"{output}: runs with different targets ({', '.join(map(str, targets))}); use another --output")
     summary = {
         "runs": results,
         "finished": len(results),

@@ -22,14 +22,14 @@ class Settings:
         "cross-entropy of the test rows to reach; auto: what a reference run has half way through; null: none, runs go "
         "to their end and prove no time",
     )
-    runs: int = option(10, "how many; MLPerf asks for 10 of a benchmark like this")
-    organisation: str = option("unofficial", "who runs it, in the log")
-    platform: str = option("auto", "what it runs on, in the log; auto: the device's name")
+    runs: int = option(10, "number of runs; MLPerf requires 10 for such a benchmark")
+    organisation: str = option("unofficial", "submitter in the log")
+    platform: str = option("auto", "platform in the log; auto: the device's name")
     benchmark: str = option("llama2_70b_lora", "MLPerf's benchmark that this one imitates, in the log: open division")
     train: Training = field(default_factory=Training)
 
 
-# What the benchmark decides itself: setting → its only value and the reason.
+# Settings fixed by the benchmark: setting → its value and the reason.
 _FIXED = {
     "form": (DatasetFormat(), "preprocess has made tokens of the rows already"),
     "mask_prompt": (True, "preprocess has made targets of the responses alone"),

@@ -1,4 +1,4 @@
-"""How many rows there are, and what is missing in them.
+"""Count the rows, and their missing values.
 
 check-raw --input raw
 check-raw --input my_rows.jsonl --expect 0           any number of rows
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         TaskError: the file cannot be read, has another number of rows, or a row lacks more than its context.
     """
     parser = command.plain_parser("check-raw", __doc__)
-    parser.add_argument("--input", type=Path, metavar="PLACE", default=Path("raw"), help="default: raw")
+    parser.add_argument("--input", type=Path, metavar="FOLDER", default=Path("raw"), help="default: raw")
     parser.add_argument(
         "--expect", type=int, metavar="N", default=dolly.ROWS, help=f"rows; default {dolly.ROWS}, 0: any"
     )

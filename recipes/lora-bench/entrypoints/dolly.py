@@ -18,7 +18,7 @@ COLUMNS = ("instruction", "context", "response", "category")
 ROWS = 15_011  # of the published set
 FILE = "dolly.jsonl"
 RECORD = "processed.json"
-IGNORED = -100  # the label of a token that the loss does not count
+IGNORED = -100  # label of a token without a loss
 
 Row = dict[str, str]
 

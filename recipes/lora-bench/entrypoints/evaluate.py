@@ -24,7 +24,7 @@ from ekiben_tasks.task.settings import option
 class Settings:
     """Define the settings of `evaluate`."""
 
-    data: str = option("processed", "what preprocess wrote")
+    data: str = option("processed", "output folder of preprocess")
     batch_tokens: int = option(8192, "tokens at a time, padding included")
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU, bf16 where it has it, else fp16; cpu: fp32")
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         TaskError: the data, the model or the adapter cannot be read.
     """
     parser = command.command("evaluate", __doc__, Settings, arguments)
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="what train wrote; without: the base model")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="output folder of train; without: the base model")
     args = parser.parse_args(arguments)
     settings = options.load(Settings, args.config, args.set)
     print_once(*caches.prepare_caches(os.environ), *caches.prefer_cache(os.environ))

@@ -50,14 +50,14 @@ class RunLog:
             (self.folder / LOG).unlink(missing_ok=True)
             from mlperf_logging.mllog.mllog import MLLogger
 
-            quiet = logging.Logger("ekiben.mlperf")  # to the file alone: standard output is for people
+            quiet = logging.Logger("ekiben.mlperf")  # only to the file: standard output is for the user
             quiet.addHandler(_LogFile(self.folder / LOG, encoding="utf-8"))
             self.logger: Any = MLLogger(
                 logger=quiet, root_dir=str(Path(__file__).resolve().parent), default_stack_offset=2
             )
         else:
             self.logger = None
-        self.event("cache_clear", False)  # that needs root; the log says so rather than claim it
+        self.event("cache_clear", False)  # dropping caches needs root; the log records that it was not done
         self.start("init_start")
 
     def event(self, key: str, value: Any, **metadata: Any) -> None:
@@ -76,7 +76,7 @@ class RunLog:
             self.logger.end(key=key, metadata=metadata)
 
     def clock_starts(self) -> None:
-        """Log who runs the benchmark on what, end the initialisation, and start the clock."""
+        """Log submitter and platform, end the initialisation, and start the clock."""
         import torch
 
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -176,7 +176,7 @@ class RunLog:
     def shut(self) -> None:
         """Close the log file."""
         for handler in self.logger.logger.handlers if self.logger else []:
-            with contextlib.suppress(OSError):  # what could not be written has been reported
+            with contextlib.suppress(OSError):  # the write error has been reported
                 handler.close()
 
     def result(self, number: int, seed: int) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class RunLog:
             def on_evaluate(self, run: loop.Run) -> bool:
                 reached = log.record_evaluation(run)
                 if reached:
-                    log.close("success")  # the clock stops here: saving is no part of it
+                    log.close("success")  # the clock stops here: saving is not timed
                 elif run.step < run.steps:
                     log.start("block_start", samples_count=log.samples)
                 return reached

@@ -25,9 +25,9 @@ from ekiben_tasks.task.settings import option
 class Settings:
     """Define the settings of `preprocess`."""
 
-    model: str = option("meta-llama/Llama-3.2-1B", "whose tokenizer: a hub id or a local folder")
+    model: str = option("meta-llama/Llama-3.2-1B", "model with the tokenizer: a hub id or a local folder")
     validation_split: float = option(0.1, "share of the examples kept for evaluation", old="test_share")
-    max_length: int = option(2048, "longer examples are truncated to so many tokens")
+    max_length: int = option(2048, "longer examples are truncated to this number of tokens")
     seed: int = option(42, "of the split")
 
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         TaskError: the rows cannot be read, the tokenizer cannot be loaded, or the output is not empty.
     """
     parser = command.command("preprocess", __doc__, Settings, arguments)
-    parser.add_argument("--input", type=Path, metavar="PLACE", default=Path("raw"), help="default: raw")
+    parser.add_argument("--input", type=Path, metavar="FOLDER", default=Path("raw"), help="default: raw")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("processed"), help="default: processed")
     args: argparse.Namespace = parser.parse_args(arguments)
     settings = options.load(Settings, args.config, args.set)

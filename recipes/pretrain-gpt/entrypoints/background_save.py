@@ -28,7 +28,7 @@ _METADATA: dict[str, type | tuple[type, ...]] = {
     "fingerprint": dict,
     "meter": dict,
     "wall": (int, float),
-}  # what every release wrote, and its types
+}  # fields of every release, and their types
 _STAGED = ".staged-"
 _SLAB = 1 << 27  # bytes of pinned memory at a time: CUDA's allocator takes the next power of two
 
@@ -38,15 +38,13 @@ class Saver:
 
     def __init__(self, folder: Path, world: DistributedContext, device: torch.device) -> None:
         self.folder, self.world, self.on_gpu = folder, world, device.type == "cuda"
-        # Not the group that trains: its collectives continue meanwhile. And NCCL's would take the GPU.
+        # Not the training group, whose collectives continue meanwhile. And NCCL's would use the GPU.
         self.group = torch.distributed.new_group(backend="gloo") if world.size > 1 else None
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.writing: Future[float] | None = None
-        self.step = 0  # of what is being written, or was last
-        self.seconds = 0.0  # that the slowest save took until it was on disk
-        self.slabs: list[
-            torch.Tensor
-        ] = []  # the copy's memory, kept from save to save: pinning takes longer than copying
+        self.step = 0  # step of the current or last save
+        self.seconds = 0.0  # seconds of the slowest save until it was on disk
+        self.slabs: list[torch.Tensor] = []  # pinned memory, reused by the next save: pinning takes longer than copying
 
     def save(self, step: int, entries: Mapping[str, Pieces], metadata: Mapping[str, Any]) -> None:
         """Copy ``entries`` of this process, then write them in the background. Waits for the save before.
@@ -96,7 +94,7 @@ class Saver:
             seconds = writing.result()
         except OSError as error:
             raise TaskError(self._explain(final, error)) from error
-        # A signal may come when a save has just begun, which is waited for before the last one.
+        # After a signal, wait for a running save before the last one.
         if self.world.is_main_process and seconds > self.seconds and (note := check_grace_period(2 * seconds)):
             print(note, flush=True)
         self.seconds = max(self.seconds, seconds)
@@ -121,7 +119,7 @@ class Saver:
         return copied
 
     def _reserve(self, index: int, numbers: int) -> None:
-        """Have slab ``index`` with room for so many fp32 numbers."""
+        """Return slab ``index`` with space for this number of fp32 values."""
         if index < len(self.slabs) and len(self.slabs[index]) >= numbers:
             return
         slab = torch.empty(max(numbers, _SLAB // 4), pin_memory=self.on_gpu)
@@ -153,7 +151,7 @@ class Saver:
         free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.is_dir())).free
         return (
             f"{final}: cannot be written ({reason}); {free / 2**30:.1f} GiB are free there; make room and give the same"
-            f" command again: it goes on from {left}"
+            f" command again: it continues from {left}"
         )
 
 
@@ -164,7 +162,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Return what was saved beside the shards of ``checkpoint``, under today's names.
+    """Return the metadata of ``checkpoint``, under current names.
 
     Raises:
         TaskError: the file cannot be read, or lacks what every release wrote.

@@ -24,7 +24,7 @@ from megatron_warnings import silence_warnings
 if TYPE_CHECKING:
     from model_configs import Shape
 
-TOLERANCE = 1e-4  # how far logits may differ in fp32, as a share of the largest: the order of additions
+TOLERANCE = 1e-4  # tolerance of logits in fp32, relative to the largest: the order of additions differs
 _DTYPES = ("float32", "float16", "bfloat16")
 _TRIALS = (
     "富士山は日本で一番高い山です。",
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
     checkpoint = find_checkpoint(args.input, args.step)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fp32 on the CPU is what can be compared to the last digits
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # only fp32 on the CPU can be compared this precisely
     output = files.ensure_output_dir(args.output, empty=True)
     for line in caches.prepare_caches(os.environ):
         print(line, flush=True)
@@ -157,7 +157,7 @@ def _load(checkpoint: Path, sizes: Shape, dtype: Any) -> Any:
     from ekiben_tasks.models.checkpoint_folder import SHARDS
 
     config = gpt.configure(sizes, gpt.ModelOptions(dtype=dtype))
-    # Megatron builds norms and positions in fp32, and casts them for training: what is read is rounded as it was there.
+    # Megatron builds norms and positions in fp32, and casts them for training: round them in the same way.
     model = gpt.build(sizes, config, seed=0).to(dtype)
     try:
         if (checkpoint / SHARDS).is_dir():
@@ -255,7 +255,7 @@ def _read_record(file: Path) -> tuple[Shape, str]:
         if dtype not in _DTYPES:
             raise ValueError(f"its dtype is '{dtype}', not {', '.join(_DTYPES)}")
     except ValueError as error:
-        raise TaskError(f"{file}: {error}; take another checkpoint: --step N") from error
+        raise TaskError(f"{file}: {error}; use another checkpoint: --step N") from error
     except (KeyError, TypeError) as error:
         raise TaskError(f"{file}: has no sizes or dtype that pretrain writes: {error}") from error
     return sizes, dtype
@@ -263,7 +263,9 @@ def _read_record(file: Path) -> tuple[Shape, str]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.command("convert", __doc__, Settings, arguments)
-    parser.add_argument("--input", type=Path, metavar="DIR", default=Path("pretrained"), help="what pretrain wrote")
+    parser.add_argument(
+        "--input", type=Path, metavar="DIR", default=Path("pretrained"), help="output folder of pretrain"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step; default: the newest")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("converted"), help="an empty or new folder")
     return parser.parse_args(arguments)

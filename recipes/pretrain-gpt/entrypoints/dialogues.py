@@ -19,15 +19,15 @@ from ekiben_tasks.task.settings import option
 from ekiben_tasks.training.settings import SAMPLE
 from ekiben_tasks.training.settings import Settings as Training
 
-BUILT_IN = ("dialogues", SAMPLE)  # how the setting train.data names them
+BUILT_IN = ("dialogues", SAMPLE)  # values of the setting train.data
 
 
 @dataclass(frozen=True)
 class Settings:
     """Define the settings of `sft`; the group ``train`` has those of the training."""
 
-    instruction_template: str = option("### Human:", "what an instruction begins with, in the text of a row")
-    response_template: str = option("### Assistant:", "what a response begins with; it is learnt, to its end")
+    instruction_template: str = option("### Human:", "prefix of an instruction in the text of a row")
+    response_template: str = option("### Assistant:", "prefix of a response, which is trained to its end")
     column: str = option("text", "where a row of .jsonl or .parquet has its text")
     train: Training = field(default_factory=Training)
 
@@ -39,7 +39,7 @@ def prepare(settings: Settings, files: Sequence[Path], output: Path, *, skip_bad
 
     Raises:
         SettingError: one of the two templates holds the other, or ``train.form`` is set.
-        TaskError: a file cannot be read, a row is no dialogue (unless ``skip_bad``), or there is none.
+        TaskError: a file cannot be read, a row is not a dialogue (unless ``skip_bad``), or there is none.
     """
     check_form(settings.train)
     turns = []
@@ -60,11 +60,11 @@ def prepare(settings: Settings, files: Sequence[Path], output: Path, *, skip_bad
     if not turns:
         raise TaskError(f"data {', '.join(map(str, files))}: holds no dialogue")
     lines = "".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in turns)
-    # Named by its content: every process of a run writes the same, and another's is never half of it.
+    # Named by its content: every process of a run writes the same bytes, atomically.
     name = hashlib.sha256(lines.encode()).hexdigest()[:12]
     for file, content in ((f"dialogues-{name}.jsonl", lines), ("chat.jinja", chat_template(settings))):
         if (output / file).is_file() and (output / file).read_text(encoding="utf-8") == content:
-            continue  # a new file would look like progress to a job that is requeued
+            continue  # a requeued job would take a new file for progress
         staged = output / f".{file}.staged-{os.getpid()}"
         staged.write_text(content, encoding="utf-8")
         staged.replace(output / file)
@@ -73,7 +73,7 @@ def prepare(settings: Settings, files: Sequence[Path], output: Path, *, skip_bad
 
 
 def check_form(training: Training) -> None:
-    """Raise SettingError where ``train.form`` is set: rows are dialogues in text, whatever it says."""
+    """Raise SettingError where ``train.form`` is set: rows are dialogues as text."""
     if training.form != DatasetFormat():
         raise SettingError(
             "setting train.form: sft reads dialogues written as text, and writes their chat template itself; set"
@@ -85,13 +85,13 @@ def list_locations(data: object, recipe: Path) -> list[str]:
     """Return the files and folders that the setting ``train.data`` names. ``sample`` is the recipe's dialogues.
 
     Raises:
-        SettingError: an item is no file or folder.
+        SettingError: an item is not a file or folder.
     """
     locations: list[str] = []
     for item in data if isinstance(data, list) else [data]:
         if not isinstance(item, str) or not item:
             raise SettingError(
-                f"setting train.data: {item!r} is no file or folder; sft takes .txt, .jsonl and .parquet files, and"
+                f"setting train.data: {item!r} is not a file or folder; sft takes .txt, .jsonl and .parquet files, and"
                 " folders of them"
             )
         locations.append(str(recipe / "data" / "dialogues.jsonl") if item in BUILT_IN else item)
@@ -116,7 +116,7 @@ def split_turns(text: str, instruction: str, response: str) -> list[dict[str, st
         for mark, content in zip(parts[1::2], parts[2::2], strict=True)
     ]
     if turns and turns[-1]["role"] == "user":
-        turns.pop()  # nobody answered it
+        turns.pop()  # it has no answer
     if not turns or [turn["role"] for turn in turns] != ["user", "assistant"] * (len(turns) // 2):
         return f"{instruction!r} and {response!r} do not take turns in it"
     empty = next((number for number, turn in enumerate(turns, 1) if not turn["content"]), None)

@@ -42,7 +42,7 @@ class FlashAttention(MegatronModule):  # type: ignore[misc]
         tokens, rows = query.shape[:2]
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        # Each process has other heads, so each drops out with random numbers of its own.
+        # Each process has other heads, so each needs its own random numbers for dropout.
         apart = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
         with apart:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
@@ -80,7 +80,7 @@ class Model(GPTModel):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Hold how a model of some shape is computed.
+    """Hold the options for computing a model.
 
     tensor, pipeline: sizes of the parallel groups. recompute: compute every layer's activations again in the backward
     pass. init_std: standard deviation of the first weights.
@@ -112,7 +112,7 @@ def configure(shape: Shape, options: ModelOptions) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # Its gradients are bf16 whatever the model is in.
+        # Its gradients are bf16 for any dtype of the model.
         cross_entropy_loss_fusion=options.on_gpu and dtype == torch.bfloat16,
         cross_entropy_fusion_impl="native",
         hidden_dropout=options.dropout,
@@ -208,5 +208,5 @@ def _seed_of(name: str, seed: int) -> int:
 
 
 def _gelu(x: Any) -> Any:
-    """As Megatron's fused kernel computes it, which is what runs on a GPU."""
+    """Compute it as Megatron's fused kernel, which runs on a GPU."""
     return F.gelu(x, approximate="tanh")

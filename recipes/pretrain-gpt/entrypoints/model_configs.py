@@ -16,8 +16,8 @@ LADDER = {
     "6.7B": (32, 4096, 32, 1.2e-4),
     "13B": (40, 5120, 40, 1.0e-4),
 }
-# Tables of whole tiles are faster to multiply, and divide among any usual number of GPUs; the same whatever that
-# number, so that losses are.
+# A multiple of 128 rows is faster to multiply, and divisible by any usual number of GPUs. It does not depend on their
+# number, so that losses do not, either.
 _TABLE_ROWS = 128
 
 

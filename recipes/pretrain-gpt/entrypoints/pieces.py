@@ -14,11 +14,11 @@ from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError
 
 MODEL = "tokenizer.model"
-END = "<EOD>"  # what a document ends with, in the data and in generated text
+END = "<EOD>"  # end of a document, in the data and in generated text
 # Every one a piece of its own, in this order, after <unk>: 1, 2, 3 ...
 SYMBOLS = ("<s>", "</s>", "<pad>", "<CLS>", "<SEP>", END, "<MASK>", "\n")
 # SentencePiece's normaliser makes a space of a newline, except where the newline is a symbol. Hugging Face's keeps only
-# characters it does not know, so there the newline travels under a private-use character.
+# characters it does not know, so there a private-use character replaces the newline.
 _NEWLINE = "\ue000"
 
 
@@ -60,14 +60,16 @@ def load(folder: Path) -> Any:
     """Return the SentencePiece processor of ``folder``/tokenizer.model, or of that file.
 
     Raises:
-        TaskError: there is no such file, it is no SentencePiece model, or it has no piece that ends a document.
+        TaskError: there is no such file, it is not a SentencePiece model, or it has no piece that ends a document.
     """
     file = folder / MODEL if folder.is_dir() else folder
     input_files.check_regular(file, "train-tokenizer writes one", max_size=input_files.MAX_MODEL_JSON)
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError) as error:
-        raise TaskError(f"tokenizer {file}: is no SentencePiece model: {' '.join(str(error).split())[:200]}") from error
+        raise TaskError(
+            f"tokenizer {file}: is not a SentencePiece model: {' '.join(str(error).split())[:200]}"
+        ) from error
     if processor.piece_to_id(END) == processor.unk_id():
         raise TaskError(f"tokenizer {file}: has no piece {END}, so no document could end; make it with train-tokenizer")
     return processor

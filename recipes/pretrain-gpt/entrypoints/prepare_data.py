@@ -1,4 +1,4 @@
-"""Tokenise texts, several processes at once, into the memory-mapped files that pretraining reads.
+"""Tokenise texts with several processes into the memory-mapped files that pretraining reads.
 
 prepare-data --data arxiv.jsonl --tokenizer tokenizer --output prepared
 prepare-data --data corpus/ --set workers=16
@@ -31,7 +31,7 @@ from ekiben_tasks.task.settings import option
 PREFIX = "text_document"  # text_document.bin and .idx, as Megatron's own tool names them
 RECORD = "prepared.json"
 _FIELDS = {"vocab_size": int, "end_of_document": int, "documents": int, "tokens": int, "tokenizer": str, "data": str}
-_CHUNK = 256  # texts a worker takes at a time
+_CHUNK = 256  # texts per task of a worker
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _write(
     import numpy
 
     kind = numpy.dtype(numpy.uint16 if processor.vocab_size() < 65_500 else numpy.int32)
-    ahead = threading.Semaphore(4 * workers)  # or the pool would read all texts into memory at once
+    ahead = threading.Semaphore(4 * workers)  # or the pool would read all texts into memory
     lengths = [numpy.zeros(0, dtype=numpy.int32)]
     # Not forked: a process with threads may not survive that.
     context = multiprocessing.get_context("spawn")
@@ -200,12 +200,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         action="append",
-        metavar="PLACE",
+        metavar="PATH",
         required=True,
         help="a .txt, .jsonl or .parquet file, or a folder of them; repeatable; 'sample': the recipe's own texts",
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PLACE", default=Path("tokenizer"), help="what train-tokenizer wrote"
+        "--tokenizer", type=Path, metavar="PATH", default=Path("tokenizer"), help="output folder of train-tokenizer"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("prepared"), help="default: prepared")
     command.add_flag(

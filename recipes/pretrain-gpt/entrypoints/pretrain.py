@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.command("pretrain", __doc__, Settings, arguments)
-    parser.add_argument("--data", metavar="DIR", help="what prepare-data wrote")
+    parser.add_argument("--data", metavar="DIR", help="output folder of prepare-data")
     parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("pretrained"), help="default: pretrained")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, and stop")
     command.add_on_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a tiny model through every task, offline, and check it")
     command.add_flag(parser, "--overwrite", former="--fresh", help="start again, though --output holds a checkpoint")

@@ -48,7 +48,7 @@ def tiny(data: Path, *, cpu: bool) -> pretraining.Settings:
 
 
 def smoke_test(recipe: Path) -> int:
-    """Run every task in a row, check what a user relies on, and return 0.
+    """Run all tasks in sequence, check their results, and return 0.
 
     Raises:
         TaskError: a check failed; the message names it.
@@ -63,10 +63,10 @@ def smoke_test(recipe: Path) -> int:
     with shared_scratch(world, None) as scratch:
         if world.is_main_process:
             make_data(recipe, scratch)
-        world.barrier()  # the others read it
+        world.barrier()  # the other processes read it
         if pretraining.pretrain(tiny(scratch / "prepared", cpu=cpu), scratch / "pretrained") != 0:
             raise TaskError("smoke: interrupted")
-        if not world.is_main_process:  # what is left of the run is checked once
+        if not world.is_main_process:  # the files of the run are checked once
             return 0
         continue_alone()
         lines = [json.loads(line) for line in (scratch / "pretrained" / "metrics.jsonl").read_text().splitlines()]
@@ -80,7 +80,7 @@ def smoke_test(recipe: Path) -> int:
             str(scratch / "converted"),
         ]
         converted = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True)
-        # Not what could be done next with a folder that is removed.
+        # Without the hint of next commands: the folder is removed.
         print("".join(line for line in converted.stdout.splitlines(True) if not line.startswith("try ")), end="")
         check_smoke("a converted model is the same", converted.returncode == 0, "see above")
         check_smoke("it generates", *generate(scratch / "converted", "富士山は"))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ekiben_tasks.models.device import Device
 
 GIB = 1 << 30
-# What may differ between a run and its continuation: Megatron's checkpoints are the same however the model is split.
+# Settings that may differ between a run and its continuation: Megatron's checkpoints do not depend on the sharding.
 _FREE = {
     "tensor_parallel",
     "pipeline_parallel",
@@ -55,14 +55,14 @@ class Settings:
     """Define the settings of `pretrain`."""
 
     size: str = option("0.125B", f"shape and learning rate: {', '.join(model_configs.LADDER)}")
-    layers: int = option(0, "blocks; 0: as the size says")
-    width: int = option(0, "hidden size; 0: as the size says")
-    heads: int = option(0, "of attention; 0: as the size says")
+    layers: int = option(0, "blocks; 0: that of ``size``")
+    width: int = option(0, "hidden size; 0: that of ``size``")
+    heads: int = option(0, "attention heads; 0: that of ``size``")
     data: str = option("prepared", "folder that prepare-data wrote; --data")
     split: str = option("949,50,1", "shares of the documents for training, evaluation, and neither")
     sequence: int = option(2048, "tokens of a sequence")
     batch_size: int = option(256, "sequences of one step of the optimizer, over all GPUs")
-    micro_batch: int | Literal["auto"] = option("auto", "sequences at a time on one GPU; auto: what fits")
+    micro_batch: int | Literal["auto"] = option("auto", "sequences at a time on one GPU; auto: as many as fit")
     tensor_parallel: int = option(1, "GPUs over which each layer is sharded")
     pipeline_parallel: int = option(1, "GPUs that each hold some of the layers")
     sequence_parallel: bool = option(False, "shard norms and dropout, too, with tensor_parallel above 1: less memory")
@@ -71,8 +71,8 @@ class Settings:
     train_tokens: float = option(300e9, "training tokens; fewer in the data are repeated")
     warmup_tokens: float = option(3e9, "tokens until the highest learning rate")
     decay_tokens: float = option(300e9, "tokens until the lowest")
-    max_steps: int = option(-1, "stop after so many steps; -1: after train_tokens")
-    learning_rate: float | Literal["auto"] = option("auto", "the highest; auto: as the size says")
+    max_steps: int = option(-1, "stop after this number of steps; -1: after train_tokens")
+    learning_rate: float | Literal["auto"] = option("auto", "highest learning rate; auto: that of ``size``")
     min_learning_rate: float = option(1e-6, "the lowest, at the end of a half cosine")
     weight_decay: float = option(0.1, "AdamW's, on weights, not on biases and norms")
     adam_beta1: float = option(0.9, "AdamW's")
@@ -104,7 +104,7 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
         DoesNotFitError: no micro-batch fits the memory.
         TaskError: the data, the device or the output cannot be used, or a loss is not finite.
     """
-    # ---- what can be wrong is found before seconds of imports
+    # ---- checks before seconds of imports
     _check(settings)
     data = prepare_data.read_record(Path(settings.data))
     if not dry:
@@ -120,7 +120,7 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
     device = _device(settings, dry)
     lock = contextlib.nullcontext() if dry else output_lock.lock_output(output)
     with lock, _process_group(settings, dry) as world:
-        # What fits the fullest GPU: processes that took different micro-batches would deadlock.
+        # The size that fits the fullest GPU: processes with different micro-batches would deadlock.
         device = dataclasses.replace(device, memory=world.minimum(device.memory, device.torch_device))
         stop = Stop()
         if not dry:
@@ -322,7 +322,7 @@ def _check(settings: Settings) -> None:
 
 @contextlib.contextmanager
 def _process_group(settings: Settings, dry: DryRun | None) -> Iterator[DistributedContext]:
-    """This process's place among all. Megatron wants a process group even for one."""
+    """Initialise the process group, which Megatron needs even for one process."""
     import torch
 
     from ekiben_tasks.distributed.context import DistributedContext, init_distributed
@@ -337,7 +337,7 @@ def _process_group(settings: Settings, dry: DryRun | None) -> Iterator[Distribut
     Heartbeat(settings.hang_minutes).beat(Phase.LOAD, long=True)
     world = init_distributed("cpu" if cpu else "auto", hang_minutes=settings.hang_minutes)
     if not torch.distributed.is_initialized():
-        # Not through a file that is removed afterwards: with NCCL the program then hung at its very end.
+        # Not through a temporary file: with NCCL the program then hung at exit.
         torch.distributed.init_process_group(
             "gloo" if cpu else "nccl",
             store=torch.distributed.HashStore(),
@@ -348,7 +348,7 @@ def _process_group(settings: Settings, dry: DryRun | None) -> Iterator[Distribut
     try:
         yield world
     except BaseException:
-        # Destroying a group waits for the others, which wait for this process: its error has to get out first.
+        # Destroying a group waits for the others, which wait for this process: report its error first.
         if world.size == 1:
             _destroy()
         raise
@@ -391,7 +391,7 @@ def _device(settings: Settings, dry: DryRun | None) -> Device:
 
 
 def _fingerprint(plan: steps.Plan, data: dict[str, Any]) -> dict[str, Any]:
-    """What has to be the same for a checkpoint to be continued."""
+    """Return the settings that must be equal to resume a checkpoint."""
     flat = {name: value for name, value, _ in options.describe(plan.settings) if name not in _FREE}
     return {**flat, "dtype": str(plan.dtype), "data": data["data"], "tokenizer": data["tokenizer"]}
 

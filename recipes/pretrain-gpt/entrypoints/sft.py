@@ -67,13 +67,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         action="append",
-        metavar="PLACE",
+        metavar="PATH",
         help="instead of the setting train.data: a .jsonl or .parquet file, or a folder of them; repeatable;"
         " 'dialogues': the recipe's",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("tuned"), help="default: tuned")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, and stop")
     command.add_on_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a tiny model through every task, offline, and check it")
     command.add_flag(

@@ -58,7 +58,7 @@ class Pieces(torch.Tensor):  # type: ignore[misc]  # torch has no types here
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func} needs the whole tensor, and this process has pieces of it")
+        raise NotImplementedError(f"{func} needs the whole tensor, of which this process has only pieces")
 
     def __repr__(self) -> str:
         return f"Pieces({tuple(self.size())}, {list(self.tensors)})"
@@ -155,7 +155,7 @@ def to_write(model: Any, optimizer: Any, copy: int, copies: int) -> dict[str, Pi
     """
     entries: dict[str, Pieces] = {}
     for shard in optimizer_shards(model, optimizer):
-        # (pipeline stage, tensor rank, copy): weights that stages or tensor ranks have in common are the first one's.
+        # (pipeline stage, tensor rank, copy): the first one saves weights shared by stages or tensor ranks.
         if any(shard.sharded.replica_id[:2]):
             continue
         first, last = 0, shard.stop - shard.start

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Hold what is decided before a run's first step. Batches are counted in sequences."""
+    """Hold the plan of a run. Batches are counted in sequences."""
 
     settings: Settings
     shape: Shape
@@ -133,7 +133,7 @@ class Run(RunState):
         self.lengths = self._add_length([], 0)
         self.flops = training_flops(plan.shape, self.settings.batch_size)
         self.evaluation_due = False  # the process before was stopped between a step and its evaluation
-        self.ahead: dict[int, tuple[Any, Any, Any]] = {}  # first row → micro-batch, of the step to come
+        self.ahead: dict[int, tuple[Any, Any, Any]] = {}  # first row → micro-batch, of the next step
 
     def _build_model(self) -> None:
         """Build this process's share of the model, with its first weights, and its optimizer."""
@@ -175,7 +175,7 @@ class Run(RunState):
             None at the end, or the exit code after a signal: 75 or 130.
 
         Raises:
-            TaskError: a loss or weight is not finite, or a checkpoint cannot be read or written, or is another run's.
+            TaskError: a loss or weight is not finite; a checkpoint cannot be read or written, or is of another run.
         """
         self._resume()
         self.first_step = self.step
@@ -207,7 +207,7 @@ class Run(RunState):
                 self.saver.wait()
                 if self.world.is_main_process:
                     print(
-                        f"saved step {self.step} of {self.plan.steps}; the same command goes on from here", flush=True
+                        f"saved step {self.step} of {self.plan.steps}; the same command continues from here", flush=True
                     )
                 return self.stop.exit_code
         self.saver.wait()
@@ -216,7 +216,7 @@ class Run(RunState):
     # ------------------------------------------------------------------ one step
 
     def _step(self) -> bool:
-        """One step of the optimizer. Return True when any process got a signal to stop: all know in the same step."""
+        """Run one step of the optimizer. Return True, in all processes, when any got a signal to stop."""
         if self.settings.dropout:
             # Each step seeds itself: a resumed run drops out the same units without keeping a generator's state.
             model_parallel_cuda_manual_seed(self.settings.seed + self.step)
@@ -246,14 +246,14 @@ class Run(RunState):
         return bool(stops)
 
     def _beat(self, phase: Phase, micro_batch: int = 0) -> None:
-        """Say where the step is that runs now.
+        """Record the position within the current step.
 
         The first one after a start may compile, and every process waits for the slowest.
         """
         self.heartbeat.beat(phase, self.step + 1, micro_batch=micro_batch, long=self.step == self.first_step)
 
     def _advise(self) -> str:
-        """Return what to do about values that are not finite, and which checkpoint is left."""
+        """Return a hint for values that are not finite, with the remaining checkpoint."""
         saved = list_checkpoints(self.output / CHECKPOINTS)
         return advise_restart(self.plan.rate(self.step - 1), saved[-1] if saved else None)
 
@@ -316,7 +316,7 @@ class Run(RunState):
         if self.valid is None or not self.settings.eval_batches:
             return
         self.model.eval()
-        # Compiled code for evaluation would take longer to make than it saves.
+        # Compiling for evaluation would take longer than it saves.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             losses = self._forward(self.valid, 0, self.settings.eval_batches, forward_only=True)
         self.model.train()
@@ -324,7 +324,7 @@ class Run(RunState):
         self.last_eval_loss = total / tokens
         if self.world.is_main_process:
             line = {"step": self.step, "eval_loss": self.last_eval_loss}
-            if self.metrics.lines[-1:] != [line]:  # what was due was made up for by a process that was killed since
+            if self.metrics.lines[-1:] != [line]:  # already recorded by a process that was killed since
                 self.metrics.add([line])
             self.print_evaluation()
 
@@ -332,7 +332,7 @@ class Run(RunState):
         """Begin to write a checkpoint; the next one, and the end of the run, wait for it.
 
         Raises:
-            TaskError: a weight is no number, or the save before this one failed; complete checkpoints stay.
+            TaskError: a weight is not a number, or the save before this one failed; complete checkpoints stay.
         """
         self.heartbeat.beat(Phase.SAVE, self.step, long=True)
         shards = list(sharded_state.optimizer_shards(self.model.module, self.optimizer))
@@ -357,7 +357,7 @@ class Run(RunState):
         """Return the newest checkpoint and its metadata, as the main process sees it.
 
         Raises:
-            TaskError: it is another run's, or damaged.
+            TaskError: it belongs to another run, or is damaged.
         """
         # A shared file system shows a new or removed folder to some nodes earlier than to others.
         paths = self.world.broadcast(list(map(str, list_checkpoints(self.output / CHECKPOINTS))))
@@ -369,7 +369,7 @@ class Run(RunState):
         return path, metadata
 
     def _saved_sizes(self) -> list[int]:
-        """Return what training_data.open_data() is to begin with; checkpoints of earlier releases have one length."""
+        """Return the initial lengths for training_data.open_data(); checkpoints of earlier releases have one."""
         if self.saved is None:
             return []
         metadata = self.saved[1]
@@ -415,7 +415,7 @@ class Run(RunState):
         )
         if plan.steps > (seen := self.train.ends[0] // plan.settings.batch_size):
             print(
-                f"note        after step {seen:,} all data of the first length have been used, and are shuffled anew",
+                f"note        after step {seen:,} all data of the first length have been used, and are shuffled again",
                 flush=True,
             )
 
@@ -441,12 +441,12 @@ class Run(RunState):
                 kept["step"] = kept["step"].clone()
 
     def _scalers(self) -> list[Any]:
-        """Return what keeps the scale of fp16's losses: nothing in other dtypes."""
+        """Return the gradient scalers of fp16; none in other dtypes."""
         scalers = (getattr(inner, "grad_scaler", None) for inner in sharded_state.inner_optimizers(self.optimizer))
         return [scaler for scaler in scalers if scaler is not None]
 
     def _start_optimizer(self) -> None:
-        """torch's AdamW has nothing to load into before its first step: so a step of nothing, at rate 0."""
+        """Run an empty step at rate 0: before its first step torch's AdamW has no state to load into."""
         for inner in sharded_state.inner_optimizers(self.optimizer):
             for group in inner.optimizer.param_groups:
                 group["lr"] = 0.0

@@ -36,7 +36,7 @@ def find_files(sources: Sequence[str], recipe: Path) -> list[Path]:
             hint = close if "Did you mean" in close else ""
             raise TaskError(f"data {path.absolute()}: no such file or folder; is it bound into the container?{hint}")
         elif path.suffix not in SUFFIXES:
-            raise TaskError(f"data {path}: what kind of file is it? name it {', '.join(SUFFIXES)}")
+            raise TaskError(f"data {path}: unknown format; rename it to {', '.join(SUFFIXES)}")
         else:
             files.append(path)
     for file in files:
@@ -84,7 +84,7 @@ def digest(files: Sequence[Path]) -> str:
 
 
 def _read(file: Path, column: str) -> Iterator[tuple[str, Any]]:
-    """(where, the text or what stood there in its place)."""
+    """(position, the text or the value found instead)."""
     try:
         if file.suffix == ".txt":
             yield str(file), input_files.read_text(file, _ADVICE, max_size=input_files.MAX_JSON)

@@ -28,7 +28,7 @@ class Settings:
     """Define the settings of `train-tokenizer`."""
 
     vocab_size: int = option(2000, "pieces, the symbols and the 256 bytes among them")
-    character_coverage: float = option(0.9995, "share of the characters that get a piece; the rest is bytes")
+    character_coverage: float = option(0.9995, "share of characters covered by pieces; the rest become bytes")
     model_type: Literal["unigram", "bpe"] = option("unigram", "only unigram can be converted later")
     num_threads: int = option(16, "threads, at most as many as there are CPUs")
     column: str = option("text", "where a row of .jsonl or .parquet has its text")
@@ -84,16 +84,14 @@ def train(settings: Settings, data: Sequence[str], recipe: Path, output: Path, *
     )
     _write(output / pieces.MODEL, model)
     processor = pieces.load(output)
-    # What SentencePiece's trainer writes beside a model: a line per piece, and its logarithmic probability.
+    # SentencePiece's second output file: a line per piece with its log probability.
     listed = [f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}\n" for i in range(processor.vocab_size())]
     _write(output / "tokenizer.vocab", "".join(listed).encode())
 
     tokens = [processor.encode(text) for text in documents]
     returned = [processor.decode(ids) for ids in tokens]
     if [processor.encode(text) for text in returned] != tokens:
-        raise TaskError(
-            f"{output}: a text did not come back from its tokens; this should be impossible with byte pieces"
-        )
+        raise TaskError(f"{output}: decoding a text's tokens changed it; this should be impossible with byte pieces")
     same = sum(text == back for text, back in zip(documents, returned, strict=True))
     per_token = sum(map(len, documents)) / sum(map(len, tokens))
     write_json(
@@ -126,7 +124,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         action="append",
-        metavar="PLACE",
+        metavar="PATH",
         required=True,
         help="a .txt, .jsonl or .parquet file, or a folder of them; repeatable; 'sample': the recipe's own texts",
     )

@@ -16,7 +16,7 @@ from ekiben_tasks.task.errors import TaskError
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """What Megatron's data sets ask of a tokenizer."""
+    """The interface of a tokenizer for Megatron's data sets."""
 
     unique_identifiers: dict[str, str]
     vocab_size: int

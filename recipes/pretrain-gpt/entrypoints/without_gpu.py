@@ -45,10 +45,10 @@ def pretend() -> None:
     import megatron.core.jit
     import megatron.core.tensor_parallel.random as random
 
-    # It warns of what is done below: drawing the GPU's numbers and the CPU's from one generator.
+    # It warns because below the GPU's and the CPU's random numbers share one generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     megatron.core.jit.disable_jit_fuser()  # compiling for a CPU takes longer than a proof
-    # Asynchronous saving has its results come through a process of their own, which takes seconds to start.
+    # Asynchronous saving starts a manager process for its results, which takes seconds.
     writer._results_queue = queue.Queue()
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

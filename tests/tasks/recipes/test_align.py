@@ -220,7 +220,7 @@ def test_reward_model_rates_in_grpo(model: Path, tmp_path: Path) -> None:
     assert align(settings_of("grpo", model, **changes), tmp_path / "grpo") == 0
     line = json.loads((tmp_path / "grpo" / "metrics.jsonl").read_text(encoding="utf-8"))
     assert any(key.startswith("rewards/") for key in line)
-    with pytest.raises(TaskError, match=r"is no reward model: its files lack the weights score\.weight"):
+    with pytest.raises(TaskError, match=r"is not a reward model: its files lack the weights score\.weight"):
         align_models.load_reward(str(model), _cpu())
 
 
@@ -293,7 +293,7 @@ def test_messages_take_the_chat_template(model: Path, tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("name", "assignments", "message"),
     [
-        ("dpo", ["batch_size=3"], "setting batch_size: 3 is no multiple of micro_batch times processes"),
+        ("dpo", ["batch_size=3"], "setting batch_size: 3 is not a multiple of micro_batch times processes"),
         ("dpo", ["learning_rate=0"], "setting learning_rate: must be above 0"),
         ("dpo", ["bits=8", "method=full"], "setting bits=8: not together with method=full"),
         ("kto", ["micro_batch=1"], "setting micro_batch: must be at least 2 for kto"),

@@ -186,7 +186,7 @@ def test_bad_settings_are_named(model: Path, tmp_path: Path) -> None:
             harness_settings.check(options.load(Settings, None, assignments))
     wrong = settings(model, tmp_path / "out")
     for changed, error in (
-        (replace(wrong, tasks=("capital",)), "'capital' is no task in .* Did you mean 'capitals'"),
+        (replace(wrong, tasks=("capital",)), "'capital' is not a task in .* Did you mean 'capitals'"),
         (replace(wrong, chat_template=True), "setting chat_template: the tokenizer of .* has none"),
     ):
         with pytest.raises(TaskError, match=error):

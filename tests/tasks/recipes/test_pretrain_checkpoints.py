@@ -466,6 +466,6 @@ def test_a_full_disk_keeps_the_last_complete_checkpoint(data: Path, tmp_path: Pa
         check=False,
     )
     assert done.stdout.splitlines()[-1] == "1 checkpoints/step-0000003/about.json", done.stdout + done.stderr
-    assert re.search(r"step-0000006: cannot be written \(.*No space left.*goes on from step 3", done.stderr), (
+    assert re.search(r"step-0000006: cannot be written \(.*No space left.*continues from step 3", done.stderr), (
         done.stderr
     )

@@ -157,7 +157,7 @@ def test_tokenizer_of_another_kind_is_refused(tmp_path: Path, tokenizer: Path) -
     with pytest.raises(TaskError, match="only unigram"):
         pieces.to_hugging_face(tmp_path / pieces.MODEL)
     (tmp_path / "other.model").write_bytes(b"not a model")
-    with pytest.raises(TaskError, match="is no SentencePiece model"):
+    with pytest.raises(TaskError, match="is not a SentencePiece model"):
         pieces.load(tmp_path / "other.model")
     with pytest.raises(TaskError, match="train-tokenizer writes one"):
         pieces.load(tmp_path / "nowhere")
@@ -458,7 +458,7 @@ def test_dry_run_computes_for_the_given_gpus(data: Path, tmp_path: Path, capsys:
 
 
 def test_signal_saves_and_the_resumed_run_has_the_same_losses(data: Path, tmp_path: Path) -> None:
-    """Two copies of the model are interrupted; one goes on."""
+    """Two copies of the model are interrupted; one continues."""
     settings = small(data, max_steps=40, save_every=0, eval_every=0, train_tokens=1e9, learning_rate=1e-3)
     ranks = start_ranks(2, settings, tmp_path / "stopped")
     metrics, deadline = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 300
@@ -580,7 +580,7 @@ def test_damaged_record_of_a_checkpoint_is_named(tmp_path: Path, old: str, new: 
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "no such file"), (b"\x0a\xffnonsense", "is no SentencePiece model")]
+    ("content", "message"), [(None, "no such file"), (b"\x0a\xffnonsense", "is not a SentencePiece model")]
 )
 def test_a_run_without_its_tokenizer_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     (tmp_path / "about.json").write_text(RECORD)
@@ -705,7 +705,7 @@ def upload_to(url: str, folder: Path, name: str, token: str, home: Path) -> subp
 def test_uploaded_model_is_downloaded_and_generates_the_same(
     converted: Path, tmp_path: Path, hub_server: HubServer
 ) -> None:
-    """The second time with shards, in place of the single file that loaders would take before them."""
+    """The second time with shards, instead of the single file that loaders would take before them."""
     sharded = tmp_path / "sharded"
     transformers.AutoModelForCausalLM.from_pretrained(converted).save_pretrained(sharded, max_shard_size="200KB")
     transformers.AutoTokenizer.from_pretrained(converted).save_pretrained(sharded)
@@ -768,7 +768,7 @@ def test_upload_refuses_a_link_that_leads_out_of_the_folder(converted: Path, tmp
     shutil.copytree(converted, folder)
     private.write_text("secret")
     (folder / "notes.txt").symlink_to(private)
-    with pytest.raises(TaskError, match=r"notes\.txt: is a link that leads out of"):
+    with pytest.raises(TaskError, match=r"notes\.txt: is a link that points out of"):
         upload.main(["--input", str(folder), "--name", "you/tiny", "--dry-run"])
 
 

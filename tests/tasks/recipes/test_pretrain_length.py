@@ -1,4 +1,4 @@
-"""pretrain-gpt: a finished or partial run goes on with more steps."""
+"""pretrain-gpt: a finished or partial run continues with more steps."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ NO_REPOSITORIES = (
 def test_repository_that_git_takes_for_something_else_is_refused(
     repository: str, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a clone, whose remote git would ask in place of an option."""
+    """From a clone, whose remote git would ask instead of an option."""
     git(tmp_path, "clone", "--quiet", str(mirror), str(tmp_path / "clone"))
     monkeypatch.chdir(tmp_path / "clone")
     with pytest.raises(FetchError, match="is not a git repository's URL"):

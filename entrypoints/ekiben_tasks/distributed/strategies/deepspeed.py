@@ -21,7 +21,7 @@ COMPILES = False  # its hooks break a compiled block into pieces
 
 
 def unavailable(options: DeepSpeed) -> str | None:
-    """Return what to do in an image without DeepSpeed, or without the op that ``options`` ask for, else None."""
+    """Return a hint if the image lacks DeepSpeed or the op of ``options``, else None."""
     if importlib.util.find_spec("deepspeed") is None:
         return (
             "this image has no DeepSpeed; use the recipe finetune, build this one with --layer deepspeed-plain or "

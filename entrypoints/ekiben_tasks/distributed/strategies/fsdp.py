@@ -17,7 +17,7 @@ COMPILES = True
 
 
 def unavailable(options: None) -> None:
-    """Return None: FSDP2 is a part of PyTorch."""
+    """Return None: FSDP2 is part of PyTorch."""
 
 
 def memory_layout(options: None) -> tuple[Literal["fsdp"], Literal["none"]]:

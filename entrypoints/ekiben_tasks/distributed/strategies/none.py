@@ -21,7 +21,7 @@ def unavailable(options: None) -> None:
 
 
 def memory_layout(options: None) -> tuple[Literal["none"], Literal["none"]]:
-    """Return the layout ``none``, in which one GPU has everything, without offloading."""
+    """Return the layout ``none``, in which one GPU holds all weights and states, without offloading."""
     return "none", "none"
 
 

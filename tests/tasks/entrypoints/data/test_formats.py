@@ -81,8 +81,8 @@ def test_a_saved_data_set_is_read_by_its_splits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES)[:-12], "a.jsonl.gz: is no complete .gz file"),
-        ("a.jsonl.gz", LINES, "a.jsonl.gz: is no complete .gz file"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:-12], "a.jsonl.gz: is not a complete .gz file"),
+        ("a.jsonl.gz", LINES, "a.jsonl.gz: is not a complete .gz file"),
         ("a.jsonl.zst", LINES, "a.jsonl.zst: cannot be read"),
         ("a.csv", b"instruction,output\nq,a,b\n", "a.csv line 2: has 3 values, and the first line names 2 columns"),
         ("a.csv", b"output,output\nq,a\n", "a.csv line 1: two columns have one name"),

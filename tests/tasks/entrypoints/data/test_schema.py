@@ -146,7 +146,7 @@ def test_prompt_and_completion_are_one_text(tokenizer: Any) -> None:
     assert parse_example({"prompt": "q", "answer": "a"}, DatasetFormat(), asked=True) == Instruction("q", "")
     assert parse_example({**item, "context": "c"}, DatasetFormat()) == Instruction("Hello, how", " are you?", "c")
     assert parse_example({"prompt": [], "completion": []}, DatasetFormat()) == (
-        "prompt is a list of messages; take --set form.kind=chat"
+        "prompt is a list of messages; use --set form.kind=chat"
     )
 
 

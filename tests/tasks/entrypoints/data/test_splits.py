@@ -115,7 +115,7 @@ def test_a_file_can_be_for_evaluation_alone(tmp_path: Path) -> None:
 def test_generate_refuses_several_splits(tmp_path: Path) -> None:
     write(tmp_path, ["train.jsonl", "test.jsonl"])
     (source,) = sources.parse_sources([str(tmp_path)], 0.0)
-    with pytest.raises(TaskError, match="its files are of several splits; name the one to answer"):
+    with pytest.raises(TaskError, match="its files belong to several splits; name one of them"):
         sources.read_prompts(source, DatasetFormat(), skip_bad=False)
     (source,) = sources.parse_sources([{"source": str(tmp_path), "split": "test"}], 0.0)
     assert names(list(sources.read_prompts(source, DatasetFormat(), skip_bad=False)[0])) == ["test.jsonl"]

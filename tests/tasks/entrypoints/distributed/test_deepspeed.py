@@ -240,7 +240,7 @@ def test_full_disk_is_named_and_leaves_no_checkpoint(bases: dict[str, Path], tmp
     codes = multiprocess.wait(multiprocess.start(2, tmp_path / "log", work, env={"TMPDIR": str(tmp_path)}))
     text = Path(f"{tmp_path / 'log'}-0").read_text()
     assert codes[0] == 7, text
-    assert "step-000001: cannot be written (" in text and "it goes on from the start" in text
+    assert "step-000001: cannot be written (" in text and "it continues from the start" in text
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

@@ -298,7 +298,7 @@ def test_rank_of_another_node_that_hangs_under_torchrun_is_named(base: Path, tmp
 
 
 def test_undisturbed_run_under_torchrun_ends_well(base: Path, tmp_path: Path) -> None:
-    """A step that takes longer than a look of the watch is no hang."""
+    """A step that takes longer than a look of the watch is not a hang."""
     done, _ = launch("time.sleep(5)", base, tmp_path / "out", "--set", "hang_minutes=0.2", by="torchrun")
     assert done.returncode == 0, done.stdout + done.stderr
     assert errors(done.stderr) == []
@@ -404,7 +404,7 @@ def test_no_gpu_is_printed_once_and_not_by_nccl(base: Path, tmp_path: Path) -> N
         pytest.skip("there is a GPU")
     done, _ = launch("pass", base, tmp_path / "out", "--set", "device=auto")
     (line,) = errors(done.stderr)
-    assert done.returncode == 1 and "cannot meet" not in line and "GPU" in line
+    assert done.returncode == 1 and "cannot connect" not in line and "GPU" in line
 
 
 @pytest.mark.parametrize("size", ["1", "2"])

@@ -142,7 +142,7 @@ def test_micro_batches_of_all_ranks_shrink_when_one_is_short_of_memory(method: s
     processes = multiprocess.start(2, tmp_path / "log", work)
     printed = Path(f"{tmp_path / 'log'}-0")
     assert multiprocess.wait(processes) == [0, 0], multiprocess.read_logs(tmp_path / "log")
-    assert printed.read_text().count("little GPU memory left: going on with packs of at most") == 1
+    assert printed.read_text().count("little GPU memory left: continuing with packs of at most") == 1
     losses, sizes = (
         [[line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("run", "alike")],
         [

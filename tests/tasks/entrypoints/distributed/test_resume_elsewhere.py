@@ -1,4 +1,4 @@
-"""A checkpoint goes on with any number of processes and any strategy, and learns what one process learns at once."""
+"""A checkpoint continues with any number of processes and any strategy, and learns what one process learns at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training spread over processes, on the CPU: every way learns what one process does, and goes on where it was
+"""Training spread over processes, on the CPU: every way learns what one process does, and continues where it was
 stopped.
 """
 
@@ -272,8 +272,8 @@ def test_strategies_that_do_not_fit_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bits": 4, "method": "full"}, "bits=4: such weights cannot learn"),
-        ({"bits": 8, "parallel": "fsdp"}, "bits=8: not together with parallel=fsdp; take parallel=ddp"),
+        ({"bits": 4, "method": "full"}, "bits=4: such weights cannot be trained"),
+        ({"bits": 8, "parallel": "fsdp"}, "bits=8: not together with parallel=fsdp; use parallel=ddp"),
         ({"bits": 4}, "bits=4: needs a GPU"),
         ({"deepspeed": DeepSpeed(stage=2, offload="all")}, "offload=all: weights are shared only with"),
     ],
@@ -308,7 +308,9 @@ def test_rendezvous_port_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        with pytest.raises(TaskError, match=rf"2 processes of this run cannot meet at 127.0.0.1:{port}.*MASTER_PORT"):
+        with pytest.raises(
+            TaskError, match=rf"2 processes of this run cannot connect at 127.0.0.1:{port}.*MASTER_PORT"
+        ):
             init_distributed("cpu")
 
 
@@ -319,7 +321,9 @@ def test_peers_that_do_not_come_are_not_waited_for_like_a_collective(monkeypatch
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        with pytest.raises(TaskError, match=rf"2 processes of this run cannot meet at 127.0.0.1:{port}.*MASTER_ADDR"):
+        with pytest.raises(
+            TaskError, match=rf"2 processes of this run cannot connect at 127.0.0.1:{port}.*MASTER_ADDR"
+        ):
             init_distributed("cpu")
 
 
@@ -411,7 +415,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(bases: dict[str, Path], tmp_pa
     codes = multiprocess.wait(multiprocess.start(1, tmp_path / "log", work, env={"WORLD_SIZE": "1"}))
     log_text = Path(f"{tmp_path / 'log'}-0").read_text()
     assert codes == [7], log_text
-    assert "step-000002: cannot be written" in log_text and "goes on from step 1" in log_text
+    assert "step-000002: cannot be written" in log_text and "continues from step 1" in log_text
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 

@@ -128,13 +128,13 @@ def test_too_long_conversation_is_reset(
     monkeypatch.setattr("sys.stdin", io.StringIO("一番は?\n" + "長" * 2000 + "\n一番は?\n"))
     assert chat.main(["--model", str(model_dir), *CHAT]) == 0
     captured = capsys.readouterr()
-    assert "the model takes 1,024: shorten the context; the conversation starts anew" in captured.err
+    assert "the model takes 1,024: shorten the context; the conversation starts over" in captured.err
     first, second = captured.out.splitlines()
     assert first == second
 
 
 def test_prompt_template_is_refused_for_chat(model_dir: Path) -> None:
-    with pytest.raises(SettingError, match=r"form\.kind=template: is no question"):
+    with pytest.raises(SettingError, match=r"form\.kind=template: is not a question"):
         chat.main(["--model", str(model_dir), "--set=form.kind=template", "--set=form.prompt={q}", "質問"])
 
 

@@ -197,7 +197,7 @@ def test_loss_is_that_of_auto(kind: str, kernel: Any, lengths: tuple[int, ...], 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (128, 128)], ids=["mixed", "one length"])
 def test_flash_attn_4_is_called_from_compiled_blocks(lengths: tuple[int, ...], flash_attn: list[str]) -> None:
-    """torch.compile leaves it out of its graphs: it is no operator that torch knows."""
+    """torch.compile leaves it out of its graphs: it is not an operator that torch knows."""
     batch, model = batch_of(*lengths), tiny.random_model("llama", 50).train()
     attention.register()
     model.set_attn_implementation(attention.ATTENTION)
@@ -249,11 +249,11 @@ def test_choice_of_kernels(kernel: Any, kind: str, where: Device, is_here: bool,
 @pytest.mark.parametrize(
     ("kernel", "kind", "where", "is_here", "message"),
     [
-        ("cudnn", "llama", CPU, True, "attention=cudnn: it runs on a GPU only; take attention=auto"),
+        ("cudnn", "llama", CPU, True, "attention=cudnn: it runs on a GPU only; use attention=auto"),
         ("varlen", "llama", CPU, True, "attention=varlen: it runs on a GPU only"),
         ("cudnn", "llama", gpu("T4"), False, "attention=cudnn: T4 is older than Ampere, and has no such kernel"),
-        ("math", "mpt", CPU, True, "attention=math: the attention of mpt cannot take it; take attention=auto"),
-        ("varlen", "falcon", gpu("H100"), False, "the attention of falcon cannot take it; take one of sdpa, flash"),
+        ("math", "mpt", CPU, True, "attention=math: the attention of mpt cannot take it; use attention=auto"),
+        ("varlen", "falcon", gpu("H100"), False, "the attention of falcon cannot take it; use one of sdpa, flash"),
         ("flash_attn_2", "llama", gpu("H100"), False, "no flash-attn; build it with --layer flash-attn, or"),
         ("flash_attn_4", "llama", gpu("H100"), False, "no flash-attn-4; build it with --layer flash-attn-4, or"),
     ],
@@ -278,11 +278,11 @@ def package_of_flash_attn_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("where", "is_here", "message"),
     [
-        (CPU, True, "attention=flash_attn_4: it runs on a GPU only; take attention=auto"),
+        (CPU, True, "attention=flash_attn_4: it runs on a GPU only; use attention=auto"),
         (
             gpu("A100"),
             False,
-            "attention=flash_attn_4: A100 is older than Hopper, and has no such kernel; take attention=auto",
+            "attention=flash_attn_4: A100 is older than Hopper, and has no such kernel; use attention=auto",
         ),
         (gpu("T4"), False, "attention=flash_attn_4: T4 is older than Hopper"),
         (gpu("RTX 4090"), False, "attention=flash_attn_4: RTX 4090 is older than Hopper"),

@@ -200,7 +200,7 @@ def test_a_block_is_one_graph_for_any_number_of_tokens(kind: str) -> None:
 
 
 def test_compiled_blocks_with_adapters_have_one_graph_and_the_same_gradients() -> None:
-    """More blocks than are ever compiled anew for what differs in them; a rank that is filled up, which must not
+    """More blocks than are ever compiled again for what differs in them; a rank that is filled up, which must not
     show.
     """
     import transformers

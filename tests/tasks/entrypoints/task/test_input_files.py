@@ -1,4 +1,4 @@
-"""Hostile files in the place of each small file that a task reads: one sentence, never a hang or a traceback."""
+"""Hostile files instead of each small file that a task reads: one sentence, never a hang or a traceback."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_hostile_json_gets_one_sentence(reader: str, kind: str, tmp_path: Path) 
     name, read = READERS[reader]
     (tmp_path / name).parent.mkdir(exist_ok=True)
     file = put(kind, tmp_path / name)
-    folder_of_rows = (reader, kind) == ("examples", "folder")
-    check_refused(kind, file, lambda: read(file), message="holds no .jsonl" if folder_of_rows else "")
+    folder_of_examples = (reader, kind) == ("examples", "folder")
+    check_refused(kind, file, lambda: read(file), message="holds no .jsonl" if folder_of_examples else "")
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -34,7 +34,7 @@ from support.tiny_runs import base, fit, small  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 FOLDERS = [ROOT / "entrypoints", *sorted((ROOT / "recipes").glob("*/entrypoints"))]
-# A valid value that is no default, for settings whose type does not give one.
+# A valid value that is not a default, for settings whose type does not give one.
 VALUES: dict[str, Any] = {
     "model": "owner/other",
     "data": "elsewhere",
@@ -195,7 +195,7 @@ def test_sft_passes_each_setting_on_or_refuses_it(
 
 
 def test_sft_refuses_data_that_are_no_files() -> None:
-    with pytest.raises(SettingError, match=r"setting train\.data: \{'source': 'a/b'\} is no file or folder"):
+    with pytest.raises(SettingError, match=r"setting train\.data: \{'source': 'a/b'\} is not a file or folder"):
         dialogues.list_locations([{"source": "a/b"}], ROOT)
 
 

@@ -109,7 +109,7 @@ def test_plan_for_deepspeed_names_the_faster_strategy(llama: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dry-run", "--on", "H10O"], "--on H10O: no GPU is known by that name. Did you mean 'H100'"),
+        (["--dry-run", "--on", "H10O"], "--on H10O: unknown GPU. Did you mean 'H100'"),
         (["--dry-run", "--gpus", "0", "--on", "H100"], "--gpus 0: at least 1 is needed"),
         (["--on", "H100"], "--on H100: is for --dry-run"),
     ],

@@ -166,13 +166,13 @@ def test_signal_before_the_first_step_ends_saves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(loop.Run, "_gradients", get_signal)
         assert fit(small(base, max_steps=4), output) == REQUEUE
-    assert "nothing is saved: no step was finished since the start" in capsys.readouterr().out
+    assert "nothing to save: no step was finished since the start" in capsys.readouterr().out
     assert not (output / "checkpoints").exists()
     assert fit(small(base, max_steps=2), output) == 0
     written = (output / "checkpoints" / "step-000002").stat().st_mtime_ns
     monkeypatch.setattr(loop.Run, "_gradients", get_signal)
     assert fit(small(base, max_steps=4), output) == REQUEUE
-    assert "nothing is saved" in (printed := capsys.readouterr().out) and "saved step" not in printed
+    assert "nothing to save" in (printed := capsys.readouterr().out) and "saved step" not in printed
     assert (output / "checkpoints" / "step-000002").stat().st_mtime_ns == written
 
 
@@ -278,7 +278,7 @@ def test_full_disk_leaves_nothing_of_an_adapter_or_a_record(base: Path, tmp_path
 
     (process,) = multiprocess.start(1, tmp_path / "log", work, env={"WORLD_SIZE": "1"})
     printed = (multiprocess.wait([process]), Path(f"{tmp_path / 'log'}-0").read_text())
-    assert printed[0] == [7] and "it goes on from the last checkpoint" in printed[1], printed
+    assert printed[0] == [7] and "it continues from the last checkpoint" in printed[1], printed
     assert sorted(path.name for path in output.iterdir()) == [".lock", "checkpoints", "metrics.jsonl"]
 
 

@@ -387,10 +387,10 @@ def test_a_temperature_samples_and_a_seed_repeats(trained: Path, device: device_
 
 def test_invalid_adapter_is_refused(base: Path, device: device_module.Device, tmp_path: Path, trained: Path) -> None:
     with pytest.raises(
-        TaskError, match=r"holds no adapter_config.json, so it is no adapter; there is one in .*/adapter"
+        TaskError, match=r"holds no adapter_config.json, so it is not an adapter; there is one in .*/adapter"
     ):
         load_adapter(trained, device)
-    with pytest.raises(TaskError, match="so it is no model \\(it is an adapter: chat and merge take it\\)"):
+    with pytest.raises(TaskError, match="so it is not a model \\(it is an adapter: chat and merge take it\\)"):
         load.load_base(str(trained / "adapter"), device, "sdpa")
     other = tmp_path / "other"
     smoke.make_base(other, SAMPLE, width=32)

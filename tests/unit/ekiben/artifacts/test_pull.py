@@ -184,7 +184,7 @@ def test_exchanged_piece_is_not_written(attack: str, folder: Path, store: Store,
 def test_link_of_another_user_at_the_output_is_refused(
     owner: int, is_refused: bool, folder: Path, store: Store, tmp_path: Path
 ) -> None:
-    """One's own leads where it was made for, and root's; a colleague's leads to a file of the victim's."""
+    """One's own leads where it was made for, and root's; a colleague's points to a file of the victim's."""
     if os.geteuid():
         pytest.skip("only root makes links of other users")
     (tmp_path / "thesis").write_text("precious")

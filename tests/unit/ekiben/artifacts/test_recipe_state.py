@@ -127,7 +127,7 @@ def test_edits_since_an_engine_got_its_image_are_known_by_the_store(files_only: 
     later = state_in_engine("sha256:" + "0" * 64, image.name, recipe, store)
     assert (later.kind, later.reason, later.fix) == (
         "unknown",
-        "the image that was built last as own is another one",
+        "the image that was built last as own is not this one",
         "",
     )
     other = state_in_engine(image.image_id, "other", recipe, store)

@@ -343,7 +343,7 @@ def test_wheels_export_and_import_round_trip(tiny: SampleRecipe, tmp_path: Path)
     with pytest.raises(VerifyError, match=r"capabilities: 9\.0 there, 8\.0 here"):
         read_record(wheel, stage_of(tiny, gpu_arch="8.0"))
     wheel.with_name(wheel.name + ".json").write_text("{}")
-    with pytest.raises(VerifyError, match="is no record of a wheel"):
+    with pytest.raises(VerifyError, match="is not a record of a wheel"):
         read_record(wheel, stage_of(tiny))
     tiny.stack(torch="2.12.0", arguments={})
     keep(store, tiny)
@@ -520,7 +520,7 @@ def test_path_of_a_stage_and_of_the_host_is_refused(plain: SampleRecipe, tmp_pat
 
 def test_folder_of_a_stage_with_a_slash_is_refused(plain: SampleRecipe, tmp_path: Path) -> None:
     plain.replace("images/roof.def", "/opt/out /opt/result", "/opt/out /opt/")
-    with pytest.raises(LayerError, match="%files from build: /opt/out is a folder; name where it goes: /opt/out"):
+    with pytest.raises(LayerError, match="%files from build: /opt/out is a folder; name its destination: /opt/out"):
         placed(plain, tmp_path)
 
 

@@ -36,7 +36,7 @@ def test_valid_wheel_passes(tmp_path: Path) -> None:
         ({"tag": "cp311-cp311-linux_aarch64"}, "is for cp311 on linux_aarch64; expected: cp311 on linux/amd64"),
         ({"tag": "py3-none-any"}, "is for py3 on any"),
         ({"name": "other"}, "is a wheel of other; expected: tiny"),
-        ({"bad": SO}, f"{SO} is not what the wheel's RECORD says"),
+        ({"bad": SO}, f"{SO} differs from the wheel's RECORD"),
     ],
 )
 def test_wheel_for_another_environment_is_refused(tmp_path: Path, options: dict[str, str], message: str) -> None:
@@ -60,7 +60,7 @@ def test_unreadable_files_are_no_wheels(tmp_path: Path) -> None:
     (tmp_path / f"tiny-1.0-{TAG}.whl").write_bytes(b"not a zip file")
     assert "cannot be read" in refusal(tmp_path / f"tiny-1.0-{TAG}.whl")
     (tmp_path / "tiny.tar.gz").write_bytes(b"")
-    assert "is no wheel's file name" in refusal(tmp_path / "tiny.tar.gz")
+    assert "is not a wheel's file name" in refusal(tmp_path / "tiny.tar.gz")
     assert "cannot be read" in refusal(write_wheel(tmp_path, {SO: extension("sm_90")[:200]}))
 
 

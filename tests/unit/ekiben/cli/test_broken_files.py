@@ -64,7 +64,7 @@ def test_a_recipes_broken_file_is_refused_and_built_anew(
     ):
         refused = run_cli(*at_store, *argv, env=tools, code=6).stderr
         assert "error: pilot.sif: truncated: data object" in refused
-        assert f"build {recipe} writes it anew" in refused
+        assert f"build {recipe} writes it again" in refused
         assert not (tmp_path / "started").exists()
     shown = run_cli(*at_store, "run", "--cpu", "--dry-run", "--force", recipe, "greet", env=tools).stdout
     assert " pilot.sif greet" in shown

@@ -21,7 +21,7 @@ from support.sample_recipe import RunCli, SampleRecipe, seeded
         (["hello", "-o", "."], "-o .: is a folder; name a file in it"),
         (
             ["hello", "--offline"],
-            "base, python, hello would have to be built; give what it is built from with --bundle FILE",
+            "base, python, hello would have to be built; pass its sources with --bundle FILE",
         ),
     ],
 )

@@ -63,7 +63,7 @@ def test_doctor_checks_the_file_that_run_starts(
     (tmp_path / "pilot.sif").write_bytes((tmp_path / "pilot.sif").read_bytes()[:-100])
     shown = run_cli(*at_store, "doctor", recipe, env=env, code=10).stdout
     assert "will fail because pilot.sif: truncated: " in shown
-    assert f"build {recipe} writes it anew" in shown
+    assert f"build {recipe} writes it again" in shown
     (tmp_path / "pilot.sif").unlink()
     run_cli(*at_store, "doctor", recipe, env=env)
 

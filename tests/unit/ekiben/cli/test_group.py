@@ -395,7 +395,7 @@ def test_ctrl_c_at_exit_ends_without_traceback() -> None:
 @pytest.mark.parametrize("machine", ["idle", "busy"])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_in_a_destructor_ends_the_command(name: str, code: int, machine: str) -> None:
-    """Python prints the exception of a destructor, and goes on. On a busy machine a thread is slow to start."""
+    """Python prints the exception of a destructor, and continues. On a busy machine a thread is slow to start."""
     slow_start = (
         "start, threading.Thread.start = threading.Thread.start, None\n"
         "def slow(thread):\n"

@@ -22,7 +22,7 @@ def test_inspect_of_a_file_that_is_no_sif_is_an_error(run_cli: RunCli, tmp_path:
 
 def test_inspect_of_a_missing_file_or_folder_is_an_error(run_cli: RunCli) -> None:
     assert "none.sif is not there" in run_cli("inspect", "none.sif", code=2).stderr
-    assert "./: no recipe.yaml there, and it is no SIF file" in run_cli("inspect", "./", code=2).stderr
+    assert "./: no recipe.yaml there, and it is not a SIF file" in run_cli("inspect", "./", code=2).stderr
 
 
 def test_inspect_of_a_damaged_sif_gives_no_traceback(files_only: SampleRecipe, tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ def test_each_command_names_what_is_missing(command: str, run_cli: RunCli, tmp_p
     (tmp_path / "folder.sif").mkdir()
     os.mkfifo(tmp_path / "pipe.sif")
     for name, message in {
-        "./folder.sif": "./folder.sif is a folder, and no SIF file",
-        "./pipe.sif": "./pipe.sif is no regular file",
+        "./folder.sif": "./folder.sif is a folder, not a SIF file",
+        "./pipe.sif": "./pipe.sif is not a regular file",
         "./gone.sif": "./gone.sif is not there",
         "nosuch": "no recipe 'nosuch'",
-        "..": "..: no recipe.yaml there, and it is no SIF file",
+        "..": "..: no recipe.yaml there, and it is not a SIF file",
         "a\nb": "no recipe 'a\\nb'",
         "http://x/y.sif": "http://x/y.sif is a file of a web server, and is not fetched",
         "127.0.0.1:1/x:": "127.0.0.1:1/x:: the tag after the colon is missing",

@@ -1,4 +1,4 @@
-"""`prune` touches nothing that is no store."""
+"""`prune` touches nothing that is not a store."""
 
 from __future__ import annotations
 

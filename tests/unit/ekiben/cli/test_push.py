@@ -27,7 +27,7 @@ REFUSALS = {
     "no repository": (always(404), "not there"),
     "no registry": (always(200), "POST blobs/uploads/: 200 OK"),
     "read only": (always(405), "POST blobs/uploads/: 405 Method Not Allowed"),
-    "leads to a page": (always(302, Location="/login"), "redirects POST elsewhere"),
+    "redirects to a page": (always(302, Location="/login"), "redirects POST elsewhere"),
 }
 
 

@@ -86,7 +86,7 @@ def test_edits_are_named_and_built_with_build(
     files_only.write("entrypoints/greet.py", "print('bye')\n")
     for command, program in (("run", "greet"), ("exec", "true"), ("shell", "true")):
         shown = run_cli(*at_store, command, "--cpu", recipe, program, env=env).stderr
-        assert "pilot.sif was built before an edit of entrypoints/greet.py. To make it anew, use --build" in shown
+        assert "pilot.sif was built before an edit of entrypoints/greet.py. To make it again, use --build" in shown
         assert f"build {recipe}\n" in shown
     assert "warning" not in run_cli(*at_store, "run", "--cpu", "--live", "--dry-run", recipe, "greet", env=env).stderr
     assert "warning" not in run_cli(*at_store, "run", "--cpu", "--sif", "pilot.sif", recipe, "greet", env=env).stderr
@@ -118,7 +118,7 @@ def test_an_edit_that_cannot_be_built_is_a_warning(
     ):
         shown = run_cli(*at_store, *argv, env=env).stderr
         assert "pilot.sif was built before an edit of entrypoints/greet.py; not all of it was compared with " in shown
-        assert f"{recipe}/requirements.txt: was changed and not locked again. To make it anew, " in shown
+        assert f"{recipe}/requirements.txt: was changed and not locked again. To make it again, " in shown
         assert f"lock {recipe} --keep, then " in shown
         assert f"build {recipe}\n" in shown
 

@@ -29,7 +29,7 @@ def test_a_variable_that_cannot_be_set_is_refused(run_cli: RunCli, word: str, me
 
 
 @pytest.mark.parametrize(
-    ("seeds", "message"), [(",", "a seed is missing"), ("1,,2", "a seed is missing"), ("1,1", "1 is there twice")]
+    ("seeds", "message"), [(",", "a seed is missing"), ("1,,2", "a seed is missing"), ("1,1", "1 is listed twice")]
 )
 def test_seeds_are_complete_and_unique(run_cli: RunCli, seeds: str, message: str) -> None:
     assert message in run_cli(*DRY, "--seeds", seeds, *TASK, code=2).stderr

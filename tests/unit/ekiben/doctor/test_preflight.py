@@ -210,7 +210,7 @@ def test_later_task_is_refused_for_its_options_and_warned_of_for_its_files(tmp_p
     try_arguments(sif, task, environment, messages.append)
     assert (
         messages[-1]
-        == "warning: train --dry-run ended with exit code 1, and a task before it may write what it lacks: error: gone:"
+        == "warning: train --dry-run ended with exit code 1, and may need the output of an earlier task: error: gone:"
         " no such file"
     )
 
@@ -238,9 +238,9 @@ def test_submit_tries_each_task_whose_inputs_exist(
     with pytest.raises(UsageError, match="unrecognized arguments: --frob"):
         _preflight(context, job)  # type: ignore[arg-type]
     assert messages == [
-        "trying train --dry-run with these arguments",
+        "running train --dry-run with these arguments",
         "2-train is not tried: it reads a/x, which train writes",
-        "trying train --dry-run with these arguments",
+        "running train --dry-run with these arguments",
     ]
 
 

@@ -212,11 +212,11 @@ def test_incompressible_blocks_are_stored_uncompressed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "error", "says"),
     [
-        ([Entry("x", "dir")], ValueError, "without its directory"),
-        ([Entry("", "dir"), Entry("a/b", "dir")], ValueError, "without its directory"),
+        ([Entry("x", "dir")], ValueError, "has no directory before it"),
+        ([Entry("", "dir"), Entry("a/b", "dir")], ValueError, "has no directory before it"),
         ([Entry("", "dir"), Entry("", "dir")], ValueError, "once"),
         ([Entry("", "dir"), Entry("b", "dir"), Entry("a", "dir")], ValueError, "out of order"),
-        ([Entry("", "dir"), Entry("a", "hardlink", target="b")], ValueError, "did not come before"),
+        ([Entry("", "dir"), Entry("a", "hardlink", target="b")], ValueError, "which is not before it"),
         ([Entry("", "dir"), Entry("a", "dir"), Entry("b", "hardlink", target="a")], ValueError, "to the directory"),
         ([Entry("", "dir"), Entry("a", "file", size=3), Entry("b", "dir")], ValueError, "3 bytes of 3 are missing"),
         ([Entry("", "dir"), Entry("n" * 256, "dir")], StoreError, "255 bytes"),

@@ -134,16 +134,16 @@ def test_recipe_comes_before_a_published_image_of_its_name(
         ("own:", "own:: the version after the colon is missing"),
         ("hello:", "hello:: the version after the colon is missing"),
         ("gone.sif", "gone.sif is not there"),
-        ("./gone", "no recipe.yaml there, and it is no SIF file"),
-        ("pipe.sif", "pipe.sif is no regular file"),
-        ("folder.sif", r"folder\.sif is a folder, and no SIF file"),
+        ("./gone", "no recipe.yaml there, and it is not a SIF file"),
+        ("pipe.sif", "pipe.sif is not a regular file"),
+        ("folder.sif", r"folder\.sif is a folder, not a SIF file"),
         ("http://host/own.sif", "is a file of a web server, and is not fetched"),
         ("localhost:5000/own:", "localhost:5000/own:: the tag after the colon is missing"),
         ("oras://host/own@", "oras://host/own@: the digest after the @ is missing"),
         ("own\nnew", r"no recipe 'own\\nnew'"),
         ("own:1\n2", r"own has no version '1\\n2'"),
         ("x\ny/z", r"x\\ny/z: no recipe.yaml there"),
-        ("oras://host/a\nb", r"oras://host/a\\nb is no reference"),
+        ("oras://host/a\nb", r"oras://host/a\\nb is not a reference"),
         ("oras://host/own:1", "is in a registry, and a file is needed"),
     ],
 )
@@ -188,7 +188,7 @@ def test_without_a_shared_folder(find: Find, tmp_path: Path) -> None:
 def test_tag_that_leads_elsewhere_is_refused(find: Find, lab: Lab, tmp_path: Path) -> None:
     lab.put(version="1")
     (lab.folder / "images/own/mine").symlink_to(tmp_path / "elsewhere.sif")
-    with pytest.raises(UsageError, match=r"own:mine is a link to .*, which is no published version"):
+    with pytest.raises(UsageError, match=r"own:mine is a link to .*, which is not a published version"):
         find("own:mine")
 
 

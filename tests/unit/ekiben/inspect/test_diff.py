@@ -163,9 +163,7 @@ def test_rebuild_error_names_differing_entries() -> None:
     with pytest.raises(VerifyError) as caught:
         refuse_differences("x", Comparison(layers=(same, other), image_ids=("i", "j"), sif_digests=("s", "t")))
     message = str(caught.value)
-    assert message.startswith(
-        "x: 1 of 2 layers came out differently:\n  layer own: 1 → 2, 30 entries differ\n    f0: content\n"
-    )
+    assert message.startswith("x: 1 of 2 layers differ:\n  layer own: 1 → 2, 30 entries differ\n    f0: content\n")
     assert "… and 10 more" in message
     assert message.endswith("drift: libc6 1 → 2")
 

@@ -66,7 +66,7 @@ def test_fields_of_a_later_version_are_ignored(store: Store) -> None:
 )
 def test_invalid_published_record_is_an_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.json").write_bytes(data)
-    with pytest.raises(UsageError, match="no record of a published image: it "):
+    with pytest.raises(UsageError, match="not a record of a published image: it "):
         published_layers(tmp_path / "x.json")
 
 

@@ -61,7 +61,7 @@ def test_debian_packages_by_layer(tmp_path: Path, stack: contextlib.ExitStack) -
     [
         ({STATUS: b"Package: a\nStatus: install ok installed\nArchitecture: amd64\n\n"}, "a has no Version"),
         ({STATUS: b"Version: 1\nStatus: install ok installed\n\n"}, "a record has no Package"),
-        ({STATUS: record("a", "1").encode() + bytes(40)}, r"line 6 is no field: '\\x00"),
+        ({STATUS: record("a", "1").encode() + bytes(40)}, r"line 6 is not a field: '\\x00"),
         (status(record("a", "1")), "there is no record of b, whose files are listed in var/lib/dpkg/info/b:amd64.list"),
     ],
 )

@@ -342,7 +342,7 @@ def test_sbom_of_unknown_names_and_files_fails(made: Image, store: Store, tmp_pa
     assert "Did you mean 'own'" in stderr
     assert f"build.py --store {store.root} list names the images there" in stderr
     (tmp_path / "x.json").write_text('{"format": 1}')
-    assert "no record of a published image" in run_cli("--store", store.root, "sbom", "x.json", code=2).stderr
+    assert "not a record of a published image" in run_cli("--store", store.root, "sbom", "x.json", code=2).stderr
     assert "No such file" in run_cli("--store", store.root, "sbom", "y.json", code=2).stderr
     assert "not a SIF" in run_cli("--store", store.root, "sbom", __file__, code=6).stderr
 
@@ -351,6 +351,6 @@ def test_sbom_of_unknown_names_and_files_fails(made: Image, store: Store, tmp_pa
 def test_sbom_of_a_foreign_image(tmp_path: Path, stack: contextlib.ExitStack, about: bytes | None) -> None:
     files = {**python_metadata([]), "opt/ekiben/image.json": about} if about else {"etc/x": b""}
     one = image(tmp_path, stack, "x.sif", files)
-    with pytest.raises(UsageError, match=r"x\.sif is no image of Ekiben's: nothing in it says") as caught:
+    with pytest.raises(UsageError, match=r"x\.sif was not built by Ekiben: it has no") as caught:
         write_sbom(one, Store(tmp_path / "store"), quiet())
     assert "ekiben build RECIPE" in (caught.value.hint or "")

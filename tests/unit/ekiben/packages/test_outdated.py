@@ -65,7 +65,7 @@ def test_newer_releases_are_listed(index: Path) -> None:
 def test_missing_index_is_an_error(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV_FIND_LINKS", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("UV_HTTP_RETRIES", "0")
-    with pytest.raises(FetchError, match="no index said which packages are newer"):
+    with pytest.raises(FetchError, match="no index answered which packages are newer"):
         find_newer({"my-package": "1.0"})
 
 

@@ -41,7 +41,7 @@ def test_conflict_names_layer_and_requirement_and_what_works(folder: Path) -> No
     with pytest.raises(DefinitionError) as caught:
         lock(folder, "above>=2\n")
     assert f"\n  the layer 'python' has pip {pip_of(folder)}, and above>=2.0 depends on pip<1\n" in str(caught.value)
-    assert caught.value.hint == "what works, as tried: above==1.0 goes with these layers; you ask for above>=2"
+    assert caught.value.hint == "tested solutions: above==1.0 goes with these layers; you ask for above>=2"
 
 
 def test_conflict_without_a_way_out_suggests_nothing_that_was_not_tried(folder: Path) -> None:

@@ -54,7 +54,7 @@ def test_code_of_a_requirement_is_not_run(folder: Path, tmp_path: Path, line: st
     (evil / "more.txt").write_text(f"-e {evil}\n")
     with pytest.raises(
         DefinitionError,
-        match=r"requirements\.txt:2: .*(only packages of an index|outside the recipe's folder|is no Python package)",
+        match=r"requirements\.txt:2: .*(only packages of an index|outside the recipe's folder|is not a Python package)",
     ):
         lock(folder, f"humanize\n{line.format(evil)}\n")
     assert not (tmp_path / "ran").exists()

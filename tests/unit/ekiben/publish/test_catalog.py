@@ -262,8 +262,8 @@ def test_a_broken_record_is_left_out_and_named(lab: Lab, content: str, message: 
     [
         ({"format": 2}, "of format 2"),
         ({"file": "../../../etc/passwd"}, "'file' is not a plain file name"),
-        ({"file": "own-1-0123456789ab.sif"}, "'file' is of another version"),
-        ({"name": "other"}, "'name' is of another image: other"),
+        ({"file": "own-1-0123456789ab.sif"}, "'file' belongs to another version"),
+        ({"name": "other"}, "'name' belongs to another image: other"),
         ({"name": "../own"}, "'name' is not a name"),
         ({"size": 1}, "bytes of 1"),
         ({"size": -1}, "'size' is not a size"),
@@ -557,7 +557,7 @@ def test_edited_run_record_is_left_out(lab: Lab) -> None:
         {"lora.r": 4},
     )
     assert made.catalog["skipped"] == [
-        {"file": f"images/own/{folder.name}/bad.json", "reason": "is no record of a run"}
+        {"file": f"images/own/{folder.name}/bad.json", "reason": "is not a record of a run"}
     ]
     assert "secret" not in page(made)
 
@@ -655,8 +655,8 @@ HOSTILE_RUNS = {
     "infinity": ('{"status": "finished", "final_loss": Infinity}', "names no image"),
     "no-image": ('{"status": "finished", "started": "2026-01-01T00:00:00Z"}', "names no image"),
     "image-is-text": ('{"image": "../../x", "scheduler": "slurm", "steps": []}', "names no image"),
-    "list": ("[Infinity]", "is no record of a run"),
-    "number": ("Infinity", "is no record of a run"),
+    "list": ("[Infinity]", "is not a record of a run"),
+    "number": ("Infinity", "is not a record of a run"),
     "brackets": ("[" * 100_000, "is nested more than"),
 }
 

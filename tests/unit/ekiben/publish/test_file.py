@@ -83,7 +83,7 @@ def test_published_version_by_its_name(lab: Lab, run_cli: RunCli, tmp_path: Path
 
 def test_file_of_another_builder_is_refused(colleague: Store, tmp_path: Path) -> None:
     make(tmp_path / "x.sif", squashfs(tmp_path / "a", "a"))
-    with pytest.raises(UsageError, match="is no image of Ekiben's"):
+    with pytest.raises(UsageError, match="was not built by Ekiben"):
         put(tmp_path / "x.sif", colleague, tmp_path / "folder")
     (tmp_path / "y.sif").write_bytes(b"no SIF")
     with pytest.raises(StoreError, match=rf"^{re.escape(str(tmp_path))}/y\.sif: not a SIF file"):
@@ -185,6 +185,6 @@ def test_what_no_record_may_have_leaves_no_file(
     sif: Path, colleague: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "version_record", lambda *args: {**version_record(*args), "stack": "a/b"})
-    with pytest.raises(StoreError, match="the image says of itself what no record may have: it 'stack'"):
+    with pytest.raises(StoreError, match="the image's metadata do not fit a record: it 'stack'"):
         put(sif, colleague, tmp_path / "folder")
     assert list((tmp_path / "folder").glob("images/*/*")) == []

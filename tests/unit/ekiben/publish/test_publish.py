@@ -165,7 +165,7 @@ def test_invalid_names_are_refused(lab: Lab, options: dict[str, Any], message: s
 
 
 def test_incomplete_file_of_the_name_is_replaced(lab: Lab) -> None:
-    """Someone's copy that was cut short: it is no version, and goes aside when the whole one comes."""
+    """Someone's copy that was cut short: it is not a version, and goes aside when the whole one comes."""
     done = lab.put()
     data = done.sif.read_bytes()
     done.sif.unlink()
@@ -306,7 +306,7 @@ RENAMES = 14  # of a second version: everything that gets its name
 
 @pytest.mark.parametrize("where", range(1, RENAMES + 2))
 def test_interrupt_at_any_rename_keeps_the_former_state(lab: Lab, where: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a kill would: what has its name is whole, what has none is not seen, and the next run goes on."""
+    """As a kill would: what has its name is whole, what has none is not seen, and the next run continues."""
     first = lab.put()
     (lab.recipe.path / "files/data.txt").write_text("other\n")
     image, count, rename = lab.image(), 0, os.rename

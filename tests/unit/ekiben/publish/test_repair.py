@@ -51,7 +51,7 @@ def test_publisher_is_the_owner_of_the_sif_and_who_wrote_its_record_anew_is_name
     done = lab.put()
     edit_record(record_of(done), by="director")
     assert [(record.by, record.recorded_by) for record in read_records(folder_of(done))[0]] == [(ME, "")]
-    assert "written anew" not in run_cli("--shared", lab.folder, "list").stdout
+    assert "written again" not in run_cli("--shared", lab.folder, "list").stdout
     if os.geteuid() != 0:
         pytest.skip("only root can give files to another user")
     os.chown(record_of(done), 12345, -1)
@@ -60,7 +60,7 @@ def test_publisher_is_the_owner_of_the_sif_and_who_wrote_its_record_anew_is_name
     published = [item for item in listed if item.get("state") == "published"]
     assert [(item["by"], item["recorded_by"]) for item in published] == [(ME, "12345")]
     assert f"by {ME}  " in (text := run_cli("--shared", lab.folder, "list").stdout)
-    assert text.rstrip().endswith("(record written anew by 12345)")
+    assert text.rstrip().endswith("(record written again by 12345)")
 
 
 def remove(path: Path) -> None:
@@ -188,7 +188,7 @@ def test_file_of_a_running_publisher_is_not_repaired(lab: Lab) -> None:
     shared.open_for_writing()
     with shared.building(["0" * 64]):
         (item,) = repair(lab.folder, lab.store, quiet())
-    assert "somebody publishes in this folder" in item.reason
+    assert "another process publishes in this folder" in item.reason
     assert not record_of(done).exists()
 
 
@@ -266,7 +266,7 @@ def test_sif_of_another_builder_gets_no_record(lab: Lab, tmp_path: Path) -> None
     name = f"own-9-{hashlib.sha256(data).hexdigest()[:12]}.sif"
     (done.sif.parent / name).write_bytes(data)
     (item,) = repair(lab.folder, lab.store, quiet())
-    assert item.file == name and "is no image of Ekiben's" in item.reason
+    assert item.file == name and "was not built by Ekiben" in item.reason
 
 
 def test_record_of_a_later_version_of_ekiben_stays(lab: Lab) -> None:

@@ -200,13 +200,13 @@ PAGE = b"<html><body>Welcome to the lab's wiki</body></html>"
         (always(429), "answered 429: too many requests"),
         (always(500, b"oops"), "GET manifests/1: 500 Internal Server Error: oops"),
         (always(418), "418 I'm a Teapot"),
-        (always(200, PAGE), "something that is no image's manifest: it is not JSON: .*<html>"),
-        (always(200, b"[]"), "something that is no image's manifest"),
-        (always(200, b"{}"), "something that is no image's manifest"),
-        (always(200, b'{"manifests": [7]}'), "something that is no image's manifest"),
+        (always(200, PAGE), "something that is not an image's manifest: it is not JSON: .*<html>"),
+        (always(200, b"[]"), "something that is not an image's manifest"),
+        (always(200, b"{}"), "something that is not an image's manifest"),
+        (always(200, b'{"manifests": [7]}'), "something that is not an image's manifest"),
         (
             always(200, b'{"config": {}, "layers": [{"digest": "../../etc/passwd"}]}'),
-            "something that is no image's manifest",
+            "something that is not an image's manifest",
         ),
         (always(200, b'{"manifests": []}'), "no image for linux/amd64"),
         (always(200, b"x" * (5 << 20)), "sends more than the expected 4194304 bytes"),
@@ -251,7 +251,7 @@ def test_blob_with_another_digest_is_refused(body: bytes, size: int, message: st
 def test_manifest_with_another_digest_is_refused() -> None:
     with (
         bad_registry(always(200, b"{}")) as (host, _),
-        pytest.raises(FetchError, match="other bytes than the digest promises"),
+        pytest.raises(FetchError, match="does not match the digest"),
     ):
         at(host, digest="sha256:" + "0" * 64).fetch_manifest()
 
@@ -286,7 +286,7 @@ def test_registry_that_reports_another_digest_is_an_error() -> None:
     def script(method: str, path: str, headers: dict[str, Any]) -> Answer:
         return Answer(201, headers={"Docker-Content-Digest": "sha256:" + "9" * 64})
 
-    with bad_registry(script) as (host, _), pytest.raises(FetchError, match="took the manifest"):
+    with bad_registry(script) as (host, _), pytest.raises(FetchError, match="stored the manifest"):
         at(host).put_manifest(b"{}", MEDIA_MANIFEST, "1")
 
 
@@ -315,7 +315,7 @@ DIGEST = "sha256:" + "0" * 64
 def test_invalid_manifest_is_refused(answer: bytes) -> None:
     with (
         bad_registry(lambda *_: Answer(200, answer)) as (host, _),
-        pytest.raises(FetchError, match="no image's manifest"),
+        pytest.raises(FetchError, match="not an image's manifest"),
     ):
         at(host, tag="1").manifest("linux/amd64")
 

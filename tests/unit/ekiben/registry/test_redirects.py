@@ -170,9 +170,9 @@ def test_token_server_that_leads_elsewhere_is_named(token: str, tmp_path: Path) 
             with pytest.raises(
                 FetchError,
                 match=(
-                    r"leads to another host, 127\.0\.0\.1:\d+, which does not get your login"
+                    r"redirects to another host, 127\.0\.0\.1:\d+, which does not get your login"
                     if not token
-                    else "gives no token: 307"
+                    else "returned no token: 307"
                 ),
             ):
                 at(host).tag_digest("1")
@@ -381,7 +381,7 @@ def test_registry_of_the_internet_leads_to_no_private_address(
     with (
         listening("127.0.0.2") as (port, received),
         bad_registry(steps(f"http://{target}:{port}/x")[step]) as (host, _),
-        pytest.raises(FetchError, match=r"is on the internet, and leads to .* an address of this machine or of"),
+        pytest.raises(FetchError, match=r"is on the internet, and redirects to .* an address of this machine or of"),
     ):
         registry = at(host, tag="1")
         if step in ("upload", "piece"):
@@ -403,7 +403,7 @@ def test_proxy_is_not_asked_for_a_private_address(step: str, monkeypatch: pytest
         monkeypatch.setenv("http_proxy", f"http://{proxy}")
         monkeypatch.setenv("no_proxy", "")
         registry = Registry(Reference("registry.example.org", "lab/x", tag="1", scheme="http"))
-        with pytest.raises(FetchError, match=r"leads to 169\.254\.169\.254, an address of this machine or"):
+        with pytest.raises(FetchError, match=r"redirects to 169\.254\.169\.254, an address of this machine or"):
             registry.tag_digest("1")
     assert [path for _, path, _ in asked] == ["http://registry.example.org/v2/lab/x/manifests/1"]
 
@@ -418,6 +418,6 @@ def test_registry_of_a_private_network_may_lead_into_it(tmp_path: Path) -> None:
 
 def test_secure_registry_does_not_lead_to_clear_text(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(Reference("registry.example.org", "lab/x", tag="1"))
-    with pytest.raises(FetchError, match=r"leads to 'http://example.org/x', in clear text"):
+    with pytest.raises(FetchError, match=r"redirects to 'http://example.org/x', in clear text"):
         registry.session._check_url("http://example.org/x?signature=1")
     registry.session._check_url("https://example.org/x")

@@ -44,7 +44,7 @@ def names(image: ResolvedRecipe) -> list[str]:
         ("hello", ["flash-attn"], [*HUGGINGFACE, "flash-attn"]),
         ("hello", ["flash-attn-4"], [*HUGGINGFACE, "flash-attn-4"]),
         ("finetune", ["flash-attn-4"], [*HUGGINGFACE, "deepspeed-plain", "flash-attn-4"]),
-        # Files of flash-attn's would take the place of flash-attn-4's, which therefore is above it.
+        # Files of flash-attn's would replace flash-attn-4's, which therefore is above it.
         ("hello", ["flash-attn", "flash-attn-4"], [*HUGGINGFACE, "flash-attn", "flash-attn-4"]),
         ("hello", ["flash-attn-4", "flash-attn"], [*HUGGINGFACE, "flash-attn", "flash-attn-4"]),
         ("finetune", ["flash-attn-4", "deepspeed"], [*HUGGINGFACE, "deepspeed", "flash-attn-4"]),
@@ -114,7 +114,7 @@ def test_layers_whose_argument_has_one_name(tmp_path: Path) -> None:
     ("recipe", "layers", "stack", "message"),
     [
         ("finetune", ["deepsped"], None, "--layer deepsped: no layer 'deepsped'. Did you mean 'deepspeed'?"),
-        ("finetune", ["huggingface"], None, "--layer huggingface: 'finetune' has it already; leave the option out"),
+        ("finetune", ["huggingface"], None, "--layer huggingface: 'finetune' has it already; omit the option"),
         ("finetune", ["deepspeed", "deepspeed"], None, "--layer deepspeed: 'finetune' has it already"),
         ("finetune", ["megatron"], None, "--layer megatron: 'megatron' is on top of 'huggingface'"),
         ("finetune", ["toolkit"], None, "and 'finetune' would be without huggingface, deepspeed-plain"),

@@ -52,7 +52,7 @@ def test_gpu_arch_outside_the_stack(sample: SampleRecipe) -> None:
         filter_archs(stack, "9.9", folders)
     assert error.value.hint == "no stack here does"
     for odd in ("sm_90", "90", ""):
-        with pytest.raises(UsageError, match="is no compute capability"):
+        with pytest.raises(UsageError, match="is not a compute capability"):
             filter_archs(stack, odd, folders)
 
 
@@ -72,7 +72,7 @@ def test_package_for_newer_gpus_only() -> None:
         match=r"x\.def: what it compiles needs compute capability 8\.0 or later; the build selects only 7\.5",
     ):
         supported_archs(["7.5"], "8.0", Path("x.def"))
-    with pytest.raises(DefinitionError, match=r"x\.def: many is no compute capability"):
+    with pytest.raises(DefinitionError, match=r"x\.def: many is not a compute capability"):
         supported_archs(["7.5"], "many", Path("x.def"))
 
 

@@ -178,7 +178,7 @@ def outputs_of(sample: SampleRecipe, root: Path, environment: dict[str, str], ta
     [
         ({"code": ["gone"]}, "gone is named but .*/gone is not a file"),
         ({"data": ["empty"]}, "empty is named but .*/empty is a folder without files"),
-        ({"code": ["../x"]}, r"\.\./x is no path below"),
+        ({"code": ["../x"]}, r"\.\./x is not a path below"),
     ],
 )
 def test_missing_code_and_data_are_named(sample: SampleRecipe, changes: dict[str, list[str]], message: str) -> None:

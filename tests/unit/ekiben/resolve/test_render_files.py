@@ -114,7 +114,7 @@ def test_render_refuses_what_a_plain_file_cannot_hold(
     sample.recipe(**changes)
     for target in ("def", "dockerfile"):
         if target in targets:
-            with pytest.raises(DefinitionError, match=re.escape(f"a plain file cannot hold {message}")):
+            with pytest.raises(DefinitionError, match=re.escape(f"a plain file does not support {message}")):
                 render(resolve(find_recipe(str(sample.path))), target, tmp_path / target)
             assert not (tmp_path / target).exists()
         else:
@@ -169,7 +169,7 @@ def test_render_refuses_a_folder_with_files(chain: ResolvedRecipe, tmp_path: Pat
 
 
 def test_files_of_a_layer_go_where_cp_puts_them_after_the_scripts_below(sample: SampleRecipe, tmp_path: Path) -> None:
-    """The rendered script itself, on a folder in the place of the root."""
+    """The rendered script itself, on a folder instead of the root."""
     sample.write("files/with space", "spaced\n")
     sample.write("files/tree/it's\nso", "quoted\n")
     (sample.path / "files/tree/hollow").mkdir()

@@ -208,7 +208,7 @@ def test_rendered_file_is_read_as_what_was_rendered(drawn: Drawn) -> None:
                     assert any(step.stage.post.strip("\n") in stage.post for stage in again.stages)
     except DefinitionError as error:
         hypothesis.assume(may_be_refused(drawn))
-        assert "a plain file cannot hold" in str(error)
+        assert "a plain file does not support" in str(error)
 
 
 @hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
@@ -232,7 +232,7 @@ def test_rendered_scripts_do_what_the_layers_do(drawn: Drawn) -> None:
 
 
 def shell(script: str, environment: Mapping[str, str], folder: str) -> str:
-    """What a script prints as that of a layer: with its environment, from a folder in the place of the root."""
+    """What a script prints as that of a layer: with its environment, from a folder instead of the root."""
     command = ["/bin/sh", "-e", "-c", f'umask 022; cd {folder}; . "$0"', "/dev/stdin"]
     done = subprocess.run(
         command,

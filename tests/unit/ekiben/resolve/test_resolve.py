@@ -271,9 +271,9 @@ class TestRefused:
 
     def test_circle_of_layers_is_refused(self, sample: SampleRecipe) -> None:
         sample.write("images/ground.def", "Bootstrap: localimage\nFrom: roof.sif\n")
-        assert refusal(sample) == "own/images/roof.def: From: goes round in a circle: roof → walls → ground → roof"
+        assert refusal(sample) == "own/images/roof.def: From: is circular: roof → walls → ground → roof"
         sample.write("images/roof.def", "Bootstrap: localimage\nFrom: roof.sif\n")
-        assert refusal(sample) == "own/images/roof.def: From: goes round in a circle: roof → roof"
+        assert refusal(sample) == "own/images/roof.def: From: is circular: roof → roof"
 
     def test_missing_source_file_is_refused(self, sample: SampleRecipe) -> None:
         sample.replace("images/roof.def", "files/data.txt", "files/date.txt")

@@ -29,7 +29,7 @@ def test_a_link_to_a_run_is_named_and_not_followed(lab: Path, run_cli: RunCli) -
     done = run_cli("status")
     assert done.stdout.startswith("sound  1-hello")
     assert len(done.stdout.splitlines()) == 1
-    assert "skipped: 'r' in ekiben-runs is a link; name the folder that it leads to" in done.stderr
+    assert "skipped: 'r' in ekiben-runs is a link; name its target" in done.stderr
     assert run_cli("status", "ekiben-runs/r").stdout.startswith("r  1-hello")
     (lab / "scratch").mkdir()
     (lab / "ekiben-runs").rename(lab / "scratch/runs")
@@ -80,7 +80,7 @@ def test_twenty_thousand_jobs_are_shown_in_seconds(lab: Path, run_cli: RunCli) -
     assert time.monotonic() - began < 20
     with pytest.raises(UsageError, match="a run has at most 20000 jobs"):
         parse_seeds(",".join(map(str, range(MAX_JOBS + 1))))
-    with pytest.raises(UsageError, match="7 is there twice"):
+    with pytest.raises(UsageError, match="7 is listed twice"):
         parse_seeds(",".join(map(str, [*range(MAX_JOBS - 1), 7])))
 
 

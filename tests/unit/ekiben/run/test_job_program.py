@@ -91,7 +91,7 @@ def test_a_login_node_without_gpus_leaves_the_job_its_gpus(node: Node, monkeypat
 def test_a_program_with_a_folder_in_its_name_is_no_task(node: Node) -> None:
     foreign = replace(image_of_recipe(RECIPE, node.sif), tasks=None, recipe=None)
     for word in ("./train.py", "../../x", "a b"):
-        with pytest.raises(UsageError, match="is no task's name"):
+        with pytest.raises(UsageError, match="is not a task's name"):
             plan(foreign, [word], JobRequest(), scheduler="slurm", site=None, runs=node.work / "runs")
 
 
@@ -555,7 +555,7 @@ def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli)
     write_run(job)
     make(node.sif, squashfs(node.folder / "layer", "other"))
     refusal = run_cli("submit", "--again", job.folder, "--dry-run", code=2).stderr
-    assert f"{node.sif} is not what it was when {job.folder.name} was submitted" in refusal
+    assert f"{node.sif} was changed since {job.folder.name} was submitted" in refusal
     assert "task=(hello)" in run_cli("submit", "--again", job.folder, "--dry-run", "--force").stdout
 
 

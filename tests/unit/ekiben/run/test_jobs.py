@@ -270,10 +270,10 @@ def test_invalid_memory_is_refused(text: str) -> None:
         (["train", "+", "+", "merge"], {}, "a task is missing beside '+'"),
         (["merge"], {"nodes": 2}, "'merge' runs as one process on one node"),
         (["merge"], {"processes_per_node": 2}, "'merge' runs as one process on one node"),
-        (["train", "{seed}"], {}, "{seed} stands in the arguments, and there is no --seeds"),
+        (["train", "{seed}"], {}, "{seed} is in the arguments, but --seeds is missing"),
         (["train", "--output", "x"], {"seeds": ("1", "2")}, "2 jobs would write into the same --output"),
-        (["train", "+", "merge"], {"seeds": ("1", "2")}, "put {seed} into the arguments where the seed goes"),
-        (["train"], {"scheduler": "pbs", "qos": "high"}, "--qos high: PBS has no option for it that all sites share"),
+        (["train", "+", "merge"], {"seeds": ("1", "2")}, "put {seed} into the arguments at the position of the seed"),
+        (["train"], {"scheduler": "pbs", "qos": "high"}, "--qos high: PBS has no portable option for it"),
         (
             ["train"],
             {"site": "abci-3.0", "scheduler": "pbs", "account": "g", "gpus_per_node": 8, "cpus_per_node": 4},
@@ -313,7 +313,7 @@ def test_invalid_memory_is_refused(text: str) -> None:
         (
             ["train"],
             {"scheduler": "sge", "gpus_per_node": 1},
-            "how a Grid Engine names nodes, GPUs and cores is each site's own affair",
+            "each site has its own names for nodes, GPUs and cores",
         ),
     ],
 )
@@ -412,7 +412,7 @@ def test_dry_run_writes_nothing(run_cli: RunCli, tmp_path: Path) -> None:
         (["--gpu-per-node", "4"], 2, "No such option"),
         (["--scheduler", "slrum"], 2, "--scheduler: no scheduler 'slrum'. Did you mean 'slurm'?"),
         (["--site", "abci-4.0"], 2, "no site 'abci-4.0'. Did you mean"),
-        (["--site", "workstation"], 2, "workstation names no scheduler; say --scheduler"),
+        (["--site", "workstation"], 2, "workstation names no scheduler; use --scheduler"),
         (["--scheduler", "pbs", "--time", "soon"], 2, "--time soon: expected"),
         (["--scheduler", "pbs"], 2, "lora-opencalm.sif is not there"),
     ],
@@ -449,7 +449,7 @@ def test_without_a_scheduler_the_reasons_are_listed(run_cli: RunCli) -> None:
 def test_scheduler_that_does_not_answer_is_not_waited_for(
     scheduler: str, programs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its controller is down, and its programs go on trying."""
+    """Its controller is down, and its programs retry."""
     for name in programs:
         write_program(tmp_path / name, f"#!/bin/sh\necho {name} >> {tmp_path}/asked\nexec sleep 30\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

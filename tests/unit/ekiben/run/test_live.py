@@ -1,4 +1,4 @@
-"""Which folders and files `run --live` shows in place of an image's."""
+"""Which folders and files `run --live` shows instead of an image's."""
 
 from __future__ import annotations
 

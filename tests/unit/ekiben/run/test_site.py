@@ -181,5 +181,5 @@ def test_version_is_parsed(text: str, version: tuple[int, ...]) -> None:
 
 
 def test_invalid_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="'none' is no version"):
+    with pytest.raises(ValueError, match="'none' is not a version"):
         version_of("none")

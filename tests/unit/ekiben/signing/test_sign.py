@@ -65,7 +65,7 @@ def test_signatures_are_found_by_the_referrers_api() -> None:
 
     with bad_registry(answer) as (host, asked):
         registry = Registry(Reference.parse(f"{host}/lab/x:1"))
-        assert registry.referrers(digest) == []  # a web page is no list
+        assert registry.referrers(digest) == []  # a web page is not a list
         kept["type"] = MEDIA_INDEX.encode()
         assert [item.artifact_type for item in registry.referrers(digest)] == ["application/spdx+json"]
         registry.attach(digest, MEDIA_SIGNATURE, b"signed", {})

@@ -69,9 +69,9 @@ def test_tag_without_a_digest_is_an_error(sample: SampleRecipe, lock: object, me
 def test_lock_elsewhere_is_not_read(sample: SampleRecipe) -> None:
     ground(sample, "From: debian:12")
     (sample.path / "bases.lock").symlink_to("/etc/passwd")
-    with pytest.raises(DefinitionError, match=r"bases\.lock leads to /etc/passwd"):
+    with pytest.raises(DefinitionError, match=r"bases\.lock points to /etc/passwd"):
         keys(sample)
-    with pytest.raises(DefinitionError, match=r"bases\.lock leads to /etc/passwd"):
+    with pytest.raises(DefinitionError, match=r"bases\.lock points to /etc/passwd"):
         recipe_bases(find_recipe(str(sample.path)))
 
 

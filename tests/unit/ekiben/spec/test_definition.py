@@ -116,7 +116,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            ("a b c", "%files wants 'source [destination]', found 3 words: a b c"),
+            ("a b c", "%files needs 'source [destination]', found 3 words: a b c"),
             ("'a", "%files: No closing quotation: 'a"),
             ("a /opt/../etc/passwd", "the destination climbs with '..'; write the path it means"),
             ("../a", "the destination climbs with '..'"),
@@ -316,7 +316,7 @@ class TestSections:
     @pytest.mark.parametrize("line", ["% post", "  %post", "\t%(name)s", "%", "%%"])
     def test_a_line_that_begins_with_a_percent_sign_is_a_section(self, tmp_path: Path, line: str) -> None:
         (problem,) = problems(tmp_path, f"{HEADER}%runscript\n  a\n{line}\n  b\n")
-        assert problem.startswith(f"x.def:5: '{line.strip()}' is no section: ")
+        assert problem.startswith(f"x.def:5: '{line.strip()}' is not a section: ")
 
     @pytest.mark.parametrize("name", ["post:", "post\tx", "post#x", "1"])
     def test_a_name_ends_with_a_blank(self, tmp_path: Path, name: str) -> None:
@@ -490,7 +490,7 @@ class TestRefused:
             *(
                 (
                     HEADER + f"%appfiles x\n a\n {line}\n",
-                    f"x.def:5: %appfiles wants 'source [destination]', one blank between them and no quotes: {line}",
+                    f"x.def:5: %appfiles needs 'source [destination]', one blank between them and no quotes: {line}",
                 )
                 for line in ("a  b", '"a" b', "a b c", "a\tb")
             ),
@@ -543,11 +543,11 @@ class TestRefused:
             ),
             (
                 "Bootstrap: docker\nFrom: debian@sha256:12\n",
-                "x.def:1: From: debian@sha256:12 is no reference to an image",
+                "x.def:1: From: debian@sha256:12 is not a reference to an image",
             ),
             (
                 "Bootstrap: docker\nFrom: debian:12\nNamespace: A b\n",
-                "x.def:1: From: A b/debian:12 is no reference to an image",
+                "x.def:1: From: A b/debian:12 is not a reference to an image",
             ),
             (
                 "",

@@ -15,7 +15,7 @@ from ekiben.spec.definition import Copy, Stage, read_definition
 tokens = st.text(
     st.characters(exclude_characters="\n\r\0$`{}", exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=12
 )
-# A path is no option, climbs nowhere, and its end is no slash.
+# A path is not an option, climbs nowhere, and its end is not a slash.
 paths = st.lists(
     tokens.map(lambda word: word.replace("/", "_")).filter(lambda word: word.strip(".")), min_size=1, max_size=3
 ).map("/".join)

@@ -239,7 +239,7 @@ class TestMembers:
     def test_files_outside_are_refused(self, sample: SampleRecipe, path: str) -> None:
         (sample.path.parent / "outside.txt").write_text("x")
         sample.recipe(data=[path])
-        with pytest.raises(DefinitionError, match=r"is no path below .*; keep the file there"):
+        with pytest.raises(DefinitionError, match=r"is not a path below .*; keep the file there"):
             find_recipe(str(sample.path)).members()
 
 
@@ -299,5 +299,5 @@ def test_a_folder_of_recipes_that_is_gone_is_named(monkeypatch: pytest.MonkeyPat
 def test_a_task_of_a_foreign_image_is_a_command(task: str) -> None:
     """People paste lines with it."""
     written = json.dumps({"name": "pilot", "tasks": {task: {"entrypoint": "x.py"}}}).encode()
-    with pytest.raises(ValueError, match=r"tasks: .* is no name of a task"):
+    with pytest.raises(ValueError, match=r"tasks: .* is not a name of a task"):
         ShippedRecipe.parse(written)

@@ -1,4 +1,4 @@
-"""Files of a recipe that lead out of its folder: refused before a byte of them is read, and taken with --include."""
+"""Files of a recipe that point out of its folder: refused before a byte of them is read, and taken with --include."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_way_to_a_private_file_is_not_shown(files_only: SampleRecipe, run_cl
     outside.chmod(0o600)
     done = run_cli("--store", tmp_path / "store", "plan", files_only.path, code=3)
     assert f"outside the recipe's folder {files_only.path}" in done.stderr
-    assert "other users cannot read it" in done.stderr and "--include" not in done.stderr
+    assert "it is private" in done.stderr and "--include" not in done.stderr
     run_cli("--store", tmp_path / "store", "plan", files_only.path, "--include", outside)
 
 
@@ -81,7 +81,7 @@ def test_every_way_out_is_seen(files_only: SampleRecipe, tmp_path: Path, way: st
         climb = os.path.relpath(key, Path.cwd())
         ways = {"absolute": str(key), "relative": "../secret/key", "/proc/self/root": f"/proc/self/root{key}"}
         link.symlink_to(ways.get(way, f"/proc/self/cwd/{climb}"))
-    with pytest.raises(DefinitionError, match=r"notes\.txt leads to .*/secret/key, outside the recipe's folder"):
+    with pytest.raises(DefinitionError, match=r"notes\.txt points to .*/secret/key, outside the recipe's folder"):
         resolve(find_recipe(str(files_only.path)))
 
 
@@ -127,7 +127,7 @@ def test_plan_as_json_and_python_name_what_is_included(
     )
     assert [layer.get("included") for layer in layers] == [None, None, [str(outside)]]
     assert len(ekiben.plan(files_only.path, store=store, include=[outside])) == 3
-    with pytest.raises(DefinitionError, match=r"notes\.txt leads to"):
+    with pytest.raises(DefinitionError, match=r"notes\.txt points to"):
         ekiben.plan(files_only.path, store=store)
     with pytest.raises(UsageError, match=r"--include .*none: no such file or folder"):
         ekiben.plan(files_only.path, store=store, include=[tmp_path / "none"])
@@ -157,13 +157,13 @@ def test_a_file_that_is_exchanged_after_it_was_checked_is_not_read(files_only: S
     data = next(file for file in top.files if file.destination.endswith("data.txt"))
     (files_only.path / "files/data.txt").unlink()
     (files_only.path / "files/data.txt").symlink_to(tmp_path / "key")
-    with pytest.raises(OSError, match="it no longer leads to"):
+    with pytest.raises(OSError, match="it no longer points to"):
         data.open()
     (files_only.path / "files").rename(files_only.path / "before")
     (tmp_path / "files").mkdir()
     (tmp_path / "files/data.txt").write_text(SECRET)
     (files_only.path / "files").symlink_to(tmp_path / "files")
-    with pytest.raises(OSError, match="it no longer leads to"):
+    with pytest.raises(OSError, match="it no longer points to"):
         data.sha256()
 
 

@@ -82,13 +82,13 @@ def test_definitions_locks_and_images_are_left_out_of_the_recipe_folder(folder: 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../outside"])
 def test_a_link_that_leaves_the_folder_is_refused(folder: Path, target: str) -> None:
     (folder / "sub/out").symlink_to(target)
-    with pytest.raises(DefinitionError, match=r"sub/out: leads to .*, outside the package's folder"):
+    with pytest.raises(DefinitionError, match=r"sub/out: points to .*, outside the package's folder"):
         read_tree(folder).digest()
 
 
 def test_a_pipe_and_a_huge_folder_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(folder / "pipe")
-    with pytest.raises(DefinitionError, match="pipe: is no regular file"):
+    with pytest.raises(DefinitionError, match="pipe: is not a regular file"):
         read_tree(folder).digest()
     (folder / "pipe").unlink()
     with (folder / "large").open("wb") as file:

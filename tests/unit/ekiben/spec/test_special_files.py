@@ -1,4 +1,4 @@
-"""What is no file in the place of a recipe's file: one sentence, at once.
+"""What is not a file instead of a recipe's file: one sentence, at once.
 
 A pipe would be waited for, a sparse file read for hours.
 """
@@ -80,7 +80,7 @@ FILES = (
     "requirements.txt",
     "images/roof.lock",
 )
-NO_FILE = ("entrypoints/helper.py", "requirements.txt", "images/roof.lock")  # what is no file there is none of these
+NO_FILE = ("entrypoints/helper.py", "requirements.txt", "images/roof.lock")  # what is not a file there is none of these
 SECONDS = 20
 
 

@@ -189,8 +189,8 @@ def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
 def test_a_file_or_dangling_link_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lab").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, message in (("lab", "a file"), ("link", "a link that leads to no folder")):
-        wanted = f"{tmp_path / name} is {message}, and what is published goes into a folder"
+    for name, message in (("lab", "a file"), ("link", "a link that points to no folder")):
+        wanted = f"{tmp_path / name} is {message}; publish into a folder"
         with pytest.raises(StoreError, match=re.escape(wanted)) as caught:
             SharedStore(tmp_path / name).open_for_writing()
         assert caught.value.hint == "give an existing folder, or a new name, which is created"

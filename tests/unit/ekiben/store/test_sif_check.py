@@ -70,7 +70,7 @@ def test_every_flipped_bit_outside_the_data_is_detected(image: Image, store: Sto
         flip(out, at)
     with out.open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(VerifyError, match="bytes in place of"):
+    with pytest.raises(VerifyError, match="bytes instead of"):
         check_sif(image, out, store)
     assert make_sif(image, store, out, squash=False).created
     assert out.read_bytes() == intact
@@ -141,7 +141,7 @@ def test_run_refuses_a_sif_where_the_runtime_takes_none(run_cli: RunCli, tmp_pat
     write_program(tools / "docker", "#!/bin/sh\nexit 1\n")
     argv = ("run", "--dry-run", "--cpu", "--runtime", "docker", "--sif", "x.sif", "hello", "hello")
     stderr = run_cli(*argv, code=2, env={"PATH": f"{tools}:{os.environ['PATH']}"}).stderr
-    assert "--sif: docker runs no SIF" in stderr
+    assert "--sif: docker cannot run a SIF" in stderr
 
 
 def test_a_noted_file_that_cannot_be_looked_up_is_no_reason_to_refuse_a_new_one(

@@ -72,7 +72,7 @@ def test_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert (
         done.stderr
         == "error: a file cannot be written (No space left on device); make room and give the same command again: it"
-        " goes on from what is complete\n"
+        " resumes from the completed part\n"
     )
 
 

@@ -75,7 +75,7 @@ TWO = json.dumps(
         ("oci", lambda path: path.mkdir(), "it has no file index.json"),
         ("oci", lambda path: path.write_bytes(b""), "cannot be read: Not a directory"),
         ("oci-archive", lambda path: path.mkdir(), "cannot be read: .* not a regular file|Is a directory"),
-        ("oci-archive", lambda path: path.write_bytes(b"no tar" * 1000), "it is no tar, or damaged"),
+        ("oci-archive", lambda path: path.write_bytes(b"no tar" * 1000), "it is not a tar, or damaged"),
         ("oci-archive", lambda path: path.write_bytes(b"\x1f\x8bno gzip"), "cannot be decompressed"),
         ("oci-archive", lambda path: path.write_bytes(tar_of(IMAGE.layout())[:3000]), "cut off, or damaged"),
         ("oci-archive", lambda path: write_tar(path, IMAGE.saved()), "it has no file 'index.json'"),
