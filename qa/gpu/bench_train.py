@@ -356,7 +356,7 @@ def run_ours(
     with tempfile.TemporaryDirectory() as folder:
         output, torch_device = Path(folder), device.torch_device
         batches = Batches(
-            examples, [], plan, here, layout=loss_module.layout, collective=trained.collective, device=torch_device
+            data, plan, here, layout=loss_module.layout, collective=trained.collective, device=torch_device
         )
         progress = Progress(plan, here, device, flops.training_costs(shape), output, len(examples))
         run = loop.Run(trained, batches, progress, Checkpoints(output, {}, "random", here), device, Stop())

@@ -11,46 +11,43 @@ from ekiben_tasks.data import packing
 from ekiben_tasks.data.tokenize import Example
 from ekiben_tasks.distributed.context import DistributedContext
 from ekiben_tasks.training.plan import Plan
+from ekiben_tasks.training.prepare import Prepared
 
 
 class Batches:
     """Choose the examples of a step, split them among the processes, and collate them.
 
+    A step uses batch_size of the packed sequences in ``data``, or without them as many examples.
     collective: all processes have to run the model equally often, so some get empty micro-batches at the end.
-    sequences: indices of the examples in each packed sequence, of which a step takes batch_size; None: it takes as many
-    examples.
     """
 
     def __init__(
         self,
-        train: Sequence[Example],
-        test: Sequence[Example],
+        data: Prepared,
         plan: Plan,
         world: DistributedContext,
         *,
         layout: packing.Layout,
         collective: bool,
         device: torch.device,
-        sequences: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.train, self.test, self.plan, self.world = train, test, plan, world
+        self.data, self.plan, self.world = data, plan, world
         self.layout, self.collective, self.device = layout, collective, device
-        self.sequences = sequences
         self.max_tokens = plan.max_tokens  # of a micro-batch; less once the memory was too small
         self._order: tuple[int, torch.Tensor] | None = None  # epoch, order of its rows
 
     def rows_of(self, step: int) -> list[Example]:
         """Return the examples of ``step``, of all processes together; each epoch has an order of its own."""
-        count = len(self.train) if self.sequences is None else len(self.sequences)
+        count = self.data.count
         epoch, position = divmod(step, self.plan.steps_per_epoch(count))
         if self._order is None or self._order[0] != epoch:  # once: shuffling millions of rows takes as long as a step
             generator = torch.Generator().manual_seed(self.plan.settings.seed + epoch)
             self._order = (epoch, torch.randperm(count, generator=generator))
         size = self.plan.settings.batch_size
         chosen = self._order[1][position * size : (position + 1) * size]
-        if self.sequences is not None:
-            return [self.train[index] for number in chosen.tolist() for index in self.sequences[number]]
-        return [self.train[index] for index in chosen.tolist()]
+        if self.data.sequences is not None:
+            return [self.data.train[index] for number in chosen.tolist() for index in self.data.sequences[number]]
+        return [self.data.train[index] for index in chosen.tolist()]
 
     def share(self, rows: Sequence[Example], *, training: bool) -> list[list[Example]]:
         """Return this process's micro-batches of ``rows``. training: limit them as the plan says.
@@ -78,4 +75,4 @@ class Batches:
 
     @functools.cached_property
     def _shortest(self) -> Example:
-        return min(self.train, key=lambda row: len(row.ids))
+        return min(self.data.train, key=lambda row: len(row.ids))

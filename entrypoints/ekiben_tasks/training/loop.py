@@ -296,7 +296,7 @@ class Run:
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether training ends here: by the callback, or by early stopping."""
-        test = self.batches.test
+        test = self.batches.data.test
         if not test:
             return False
         self.callback.on_evaluate_begin(self)

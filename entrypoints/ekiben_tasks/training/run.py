@@ -120,14 +120,12 @@ def _prepare_training(
     """Return the loop, ready for its first step."""
     data, device, world = summary.data, summary.device, progress.world
     batches = Batches(
-        data.train,
-        data.test,
+        data,
         summary.plan,
         world,
         layout=strategy.loss_module.layout,
         collective=strategy.collective,
         device=device.torch_device,
-        sequences=data.sequences,
     )
     checkpoints = checkpoint.Checkpoints(
         job.output, fingerprint(job.settings, data), job.settings.model, world, keep=job.settings.save_total_limit

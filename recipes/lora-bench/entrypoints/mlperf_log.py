@@ -106,8 +106,8 @@ class RunLog:
             "global_batch_size": tuned.batch_size,
             "gradient_accumulation_steps": 1,
             "micro_batch_size": plan.max_rows,
-            "train_samples": len(run.batches.sequences or run.batches.train),
-            "eval_samples": len(run.batches.test),
+            "train_samples": run.batches.data.count,
+            "eval_samples": len(run.batches.data.test),
             "max_steps": run.steps,
             "max_sequence_length": tuned.max_length,
             "opt_name": tuned.optimizer,
@@ -143,7 +143,7 @@ class RunLog:
         by which models with different tokenizers can be compared. The target, in nats per token, is logged beside it.
         """
         self.loss, self.samples = run.last_eval_loss, run.step * run.plan.settings.batch_size
-        num_target_tokens = sum(row.num_target_tokens for row in run.batches.test)
+        num_target_tokens = sum(row.num_target_tokens for row in run.batches.data.test)
         self.event(
             "eval_accuracy", self.loss * num_target_tokens / self.record["test"]["bytes"], samples_count=self.samples
         )
