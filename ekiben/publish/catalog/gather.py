@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -300,9 +300,7 @@ def commands(
     file = shlex.quote(str(folder / (CURRENT if is_current else version["file"])))
     fixed = shlex.quote(str(folder / version["file"]))
     gpu = version["cuda"] is not None or version["read_error"] is not None
-    run = "apptainer exec --nv"  # whose message only mentions it without a GPU
-    stack = f" --stack {shlex.quote(version['stack'])}" if folder.name != recipe else ""
-    stack += "".join(f" --layer {shlex.quote(layer)}" for layer in layers)
+    run = "apptainer exec --nv"  # its only message without a GPU is a warning
     ways: list[RunCommand] = [
         {
             "title": "Apptainer, SingularityCE",
@@ -312,48 +310,49 @@ def commands(
     ]
     if (folder / f"{version['stem']}.module").lexists():
         module = f"ekiben/{folder.name}" if is_current else module_name(folder.name, version["stem"])
+        use = f"module use {shlex.quote(str(shared_dir / MODULES))}"
         ways.append(
             {
                 "title": "Environment Modules, Lmod",
                 "description": "The tasks are then on PATH.",
-                "lines": [
-                    f"module use {shlex.quote(str(shared_dir / MODULES))}",
-                    f"module load {shlex.quote(module)}",
-                    task,
-                ],
+                "lines": [use, f"module load {shlex.quote(module)}", task],
             }
         )
-    shared = f"EKIBEN_SHARED={shlex.quote(str(shared_dir))} ekiben build {shlex.quote(recipe)}{stack} --format docker"
+    build = f"EKIBEN_SHARED={shlex.quote(str(shared_dir))} ekiben build {shlex.quote(recipe)}"
+    if folder.name != recipe:
+        build += f" --stack {shlex.quote(version['stack'])}"
+    build += "".join(f" --layer {shlex.quote(layer)}" for layer in layers) + " --format docker"
+    gpu_args = ("--gpus", "all") if gpu else ()
     ways.append(
         {
             "title": "Docker",
             "description": "With Ekiben, which reuses the layers in this folder and builds none.",
-            "lines": [
-                shared,
-                docker_line(f"ekiben/{shlex.quote(folder.name)}", task, gpu_args=("--gpus", "all") if gpu else ()),
-            ],
+            "lines": [build, docker_line(f"ekiben/{shlex.quote(folder.name)}", task, gpu_args=gpu_args)],
         }
     )
-    line = f"{run} {fixed} {task}"
+    return [*ways, *_job_commands(f"{run} {fixed} {task}", f"{fixed} {task}", gpu), _check_commands(folder, version)]
+
+
+def _job_commands(line: str, image_and_task: str, gpu: bool) -> Iterator[RunCommand]:
+    """Yield the ways to run a task in a job of each scheduler: ``line`` in a script, or ``ekiben submit``."""
     for kind, scheduler in schedulers.by_preference().items():
-        gpu_option = (
-            f" --scheduler-arg {shlex.quote(scheduler.GPU_OPTION)}" if scheduler.GPU_OPTION else " --gpus-per-node 1"
-        )
-        again = f"ekiben submit --scheduler {kind}{gpu_option * gpu} --time 2:00:00 {fixed} {task}"
+        option = f"--scheduler-arg {shlex.quote(scheduler.GPU_OPTION)}" if scheduler.GPU_OPTION else "--gpus-per-node 1"
+        options = f"--scheduler {kind} {option}" if gpu else f"--scheduler {kind}"
         description = (
-            "One task on one node. The second line, with Ekiben: also on several, and into the queue again until it is"
-            " done."
+            "One task on one node. The second line, with Ekiben: also on several, and requeued until it is done."
         )
         if gpu and scheduler.GPU_OPTION:
-            description += " What a GPU is called differs from site to site."
-        ways.append(
-            {"title": scheduler.TITLE, "description": description, "lines": [scheduler.example(line, gpu), again]}
-        )
-    check = [f"cd {shlex.quote(str(folder))} && sha256sum -c {shlex.quote(version['file'])}.sha256"]
+            description += " The name of the GPU option differs from site to site."
+        lines = [scheduler.example(line, gpu), f"ekiben submit {options} --time 2:00:00 {image_and_task}"]
+        yield {"title": scheduler.TITLE, "description": description, "lines": lines}
+
+
+def _check_commands(folder: InnerPath, version: CatalogVersion) -> RunCommand:
+    """Return the commands that check a version's file, and its signature if it has one."""
+    file, fixed = shlex.quote(version["file"]), shlex.quote(str(folder / version["file"]))
+    lines = [f"cd {shlex.quote(str(folder))} && sha256sum -c {file}.sha256"]
+    description = "That the file is complete."
     if version["signature"]:
-        check += [f"apptainer verify {fixed}", f"ekiben verify {fixed} --require-signature"]
-    description = "That the file is whole" + (
-        ", and signed by a key you know: import it first." if len(check) > 1 else "."
-    )
-    ways.append({"title": "Check it", "description": description, "lines": check})
-    return ways
+        lines += [f"apptainer verify {fixed}", f"ekiben verify {fixed} --require-signature"]
+        description = "That the file is complete, and signed by a key that you trust: import the key first."
+    return {"title": "Check it", "description": description, "lines": lines}
