@@ -261,11 +261,10 @@ class _Sender:
         target = f"{self.reference.host}/{self.reference.repository}@{blob.digest}"
         name = f"upload-{hashlib.sha256(target.encode()).hexdigest()[:32]}"
         known = self.store.check(name) or {}
-        location = str(known.get("location") or known.get("place") or "")  # place: the name until 2026
         out = self.registry.send_blob(
             blob,
             self.progress.count,
-            location=location,
+            location=str(known.get("location") or ""),
             on_location=lambda location: self.store.put_check(name, {"location": location}),
         )
         self.store.drop_check(name)

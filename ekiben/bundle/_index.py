@@ -16,7 +16,6 @@ from ekiben.resolve.graph import ResolvedRecipe
 
 FORMAT = 3
 SECTIONS = ("debs", "wheels", "compiled", "sources", "include")
-_FORMER_INCLUDE = {2: "with"}  # format → its name of include/
 INDEX = "bundle.json"
 MAX_INDEX = 256 << 20  # bytes
 
@@ -51,14 +50,12 @@ class BundleIndex:
     locks: Mapping[str, str]
     layers: Mapping[str, str]
     files: Mapping[str, BundleFile]
-    include: str = "include"  # the folder of what --include added
 
     @classmethod
     def parse(cls, data: bytes) -> BundleIndex | None:
         """Return None for another format. Raises ValueError."""
         fields = Fields.of(parse_json(data, max_size=MAX_INDEX))
-        format = fields.data.get("format")
-        if not isinstance(format, int) or format not in (FORMAT, *_FORMER_INCLUDE):
+        if fields.data.get("format") != FORMAT:
             return None
         files = fields.object("files")
         return cls(
@@ -68,7 +65,6 @@ class BundleIndex:
             locks=fields.texts("locks"),
             layers=fields.texts("layers", {}),
             files={name: BundleFile.parse(files.object(name)) for name in files.data},
-            include=_FORMER_INCLUDE.get(format, "include"),
         )
 
     def to_json(self) -> bytes:

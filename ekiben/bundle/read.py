@@ -39,7 +39,7 @@ from ekiben.store import Store, StoredResult
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An unpacked bundle: ``folder`` holds debs/, wheels/, compiled/, sources/ and include/ (with/ in format 2)."""
+    """An unpacked bundle: ``folder`` holds debs/, wheels/, compiled/, sources/ and include/."""
 
     folder: Path
     index: BundleIndex
@@ -81,7 +81,7 @@ def _unpack(path: Path, folder: Path) -> BundleIndex:
                 file = left.pop(member.name, None)
                 if (
                     file is None
-                    or not _is_plain(member.name, index.include)
+                    or not _is_plain(member.name)
                     or not (member.isreg() or member.issym())  # a hard link names another member, or none
                     or member.issparse()  # not written by Ekiben: a sparse file could fill the disk
                     or (member.linkname if member.issym() else None) != file.link
@@ -141,8 +141,8 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return content
 
 
-def _is_plain(name: str, include: str) -> bool:
-    return posixpath.normpath(name) == name and name.split("/")[0] in (*SECTIONS[:-1], include)
+def _is_plain(name: str) -> bool:
+    return posixpath.normpath(name) == name and name.split("/")[0] in SECTIONS
 
 
 def check_bundle(bundle: Bundle, resolved: ResolvedRecipe) -> None:
@@ -203,7 +203,7 @@ def bundle_sources(bundle: Bundle, resolved: ResolvedRecipe) -> PackageSources:
 def unpack_snapshots(bundle: Bundle, folder: Path) -> list[Path]:
     """Copy what --include added below ``folder``, and return the paths; existing ones are kept. Raises OSError."""
     paths = []
-    for source in sorted((bundle.folder / bundle.index.include).glob("*")):
+    for source in sorted((bundle.folder / "include").glob("*")):
         target = folder / source.name
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)

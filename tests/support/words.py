@@ -187,7 +187,6 @@ LIBRARY = {  # names of Python's library, which stay
 }
 ALLOWED = {  # (file, identifier or one-word string): why it stays
     ("ekiben/store/_records.py", "learnt"): "the folder's name in older stores, which are still read",
-    ("ekiben/artifacts/push.py", "place"): "the key in records of uploads that an earlier version began",
     ("ekiben/bundle/read.py", "member"): "a member of a tar, as tarfile names it",
     ("ekiben/bundle/read.py", "_unpack_member"): "a member of a tar, as tarfile names it",
     ("ekiben/store/image.py", "flat"): "hashed into the ids of squashed SIFs; the keyword belongs with it",

@@ -46,10 +46,6 @@ _NUMBERS = (
     "final_eval_perplexity",
     "seed",
 )
-_FORMER = {
-    "final_eval_loss": "final_test_loss",
-    "final_eval_perplexity": "final_test_perplexity",
-}  # of earlier releases' records
 _PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]{0,60}")
 _HUB = re.compile(
     r"[\w-][\w.-]*/[\w-][\w.-]*"
@@ -233,7 +229,7 @@ def reduced(run: Mapping[str, Any]) -> ReducedRun:
             "tokens": _number(data.get("tokens")),
         },
         "settings": dict(_numbers(settings)),
-        **{field: _number(run.get(field, run.get(_FORMER.get(field, field)))) for field in _NUMBERS},
+        **{field: _number(run.get(field)) for field in _NUMBERS},
         # Only for generate: a record of training is named by its checksum, which must not change.
         **{name: _number(run[name]) for name in ("answers", "seconds") if "answers" in run and name in run},
         "versions": {

@@ -562,13 +562,6 @@ def test_edited_run_record_is_left_out(lab: Lab) -> None:
     assert "secret" not in page(made)
 
 
-def test_losses_of_records_with_their_former_names_are_kept() -> None:
-    record = run_record(*SPEEDS[0])
-    losses = {name: record.pop(f"final_eval_{name}") for name in ("loss", "perplexity")}
-    kept = reduced({**record, **{f"final_test_{name}": value for name, value in losses.items()}})
-    assert (kept["final_eval_loss"], kept["final_eval_perplexity"]) == (losses["loss"], losses["perplexity"])
-
-
 @pytest.mark.parametrize(
     ("model", "kept"),
     [
