@@ -205,7 +205,7 @@ def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
     )
     image = find_image(reference, options)
     if image.recipe and not image.sif.is_file():
-        raise StoreError(f"{image.sif} is not here", hint=f"ekiben.build({os.fspath(name)!r}) makes it")
+        raise StoreError(f"{image.sif} is not here", hint=f"ekiben.build({os.fspath(name)!r}) builds it")
     if image.pulled and not image.sif.is_file():
         raise StoreError(f"{image.pulled} is a Docker image that was not made by Ekiben, and is not opened")
     read_runnable_sif(image.sif)

@@ -99,7 +99,7 @@ def _read(below: Lower, path: str) -> bytes:
 
 
 def _script(below: Lower, path: str, verb: str = "exec") -> bytes:
-    """Return a script, and of a link one that runs what it leads to; nothing where neither is there."""
+    """Return a script, for a link one that runs its target; nothing where neither exists."""
     entry = below.lookup(path)
     if entry is not None and entry.kind == "symlink":
         target = posixpath.normpath(posixpath.join("/", posixpath.dirname(path), entry.target))

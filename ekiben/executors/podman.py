@@ -212,7 +212,7 @@ def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None],
 
     ``hidden``: a folder that is empty there.
     """
-    # podman fills it with what the image has there, unless told not to.
+    # by default podman copies the image's files into it.
     hide = ["--tmpfs", f"{hidden}:ro,notmpcopyup"] if hidden else []
     with _container(image_id, ["--network", "none", "--shm-size", "1g", *hide], command, name="test") as container:
         try:

@@ -397,11 +397,10 @@ def _new_sif(out: AnyPath, size: int) -> Iterator[BinaryIO]:
 
 
 def _reserve(file: BinaryIO, size: int) -> None:
-    """Reserve ``size`` bytes beyond the end of the file, where the file system can; elsewhere a lack of room shows on
-    writing.
+    """Reserve ``size`` bytes beyond the end of the file, where the file system can; else a full disk shows on writing.
 
-    ext4 waits, when a file takes another one's name, until all of it is on its way to the disk, but for what has its
-    place there: that took half of the time. ioctl: fallocate(2)'s other door, which Python can open.
+    When a file is renamed over another one, ext4 waits until all blocks without a reservation are written: that took
+    half of the time. ioctl: the variant of fallocate(2) that Python can call.
     """
     with contextlib.suppress(OSError):
         fcntl.ioctl(file, FS_IOC_RESVSP, SPACE.pack(0, os.SEEK_SET, 0, size, 0, 0))

@@ -51,7 +51,7 @@ from ekiben.store.shared import IMAGES, user_name
 RECORD_FORMAT = 1
 SBOM_SUFFIX = ".cdx.json"  # as CycloneDX has it
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+]{0,63}")
-_RECORD_FILE = re.compile(r".+-[0-9a-f]{12}\.json")  # for example not <stem>.cdx.json
+_RECORD_FILE = re.compile(r".+-[0-9a-f]{12}\.json")  # does not match <stem>.cdx.json
 _SIF_FILE = re.compile(rf"(.+)-({VERSION.pattern})-[0-9a-f]{{12}}\.sif")
 _MAX_RECORD = 4 << 20  # bytes
 _MAX_REMOVAL = 1 << 16

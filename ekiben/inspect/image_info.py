@@ -143,7 +143,7 @@ def config_of(info: ImageInfo, layers: Sequence[StoredLayer], arch: str) -> byte
 @dataclass(frozen=True, slots=True)
 class SifImage:
     """A SIF as an image. ``id`` is the SIF's UUID; ``image`` is as whoever built it knew it, but for the cache key of
-    its last layer: no image has that, and the layer's digest is in its place.
+    its last layer: it is not in the image, and replaced by the layer's digest.
     """
 
     id: str

@@ -108,8 +108,7 @@ def refresh(
     yield from edited
     if changes + len(edited) and check:
         raise LockMismatchError(
-            f"{changes + len(edited)} of {stack.name}'s locked things are not what its definitions and .in files give"
-            " today",
+            f"{changes + len(edited)} locks of {stack.name} differ from its definitions and .in files",
             hint=f"{command_name()} lock {name} --keep",
         )
     if not check:
@@ -258,12 +257,12 @@ def _check_versions(stack: Stack, text: str) -> None:
     if Version(torch).public != Version(stack.file.torch).public:
         raise DefinitionError(
             f"{where}: torch: {stack.file.torch}, but the .in files resolve to torch {torch}",
-            hint=f"ask for torch=={stack.file.torch} in an .in file, or say torch: {torch}",
+            hint=f"require torch=={stack.file.torch} in an .in file, or write torch: {torch}",
         )
     if "torch" in pins and not any(name.startswith("nvidia-cuda-runtime") for name in pins):
         raise DefinitionError(
             f"{where}: the index has torch {torch} for {stack.arch} without CUDA",
-            hint=f"take {stack.arch} out of architectures: there, or ask for another torch",
+            hint=f"take {stack.arch} out of architectures: there, or require another torch",
         )
     cuda = Version(stack.file.cuda).release
     for name, version in pins.items():
@@ -271,7 +270,7 @@ def _check_versions(stack: Stack, text: str) -> None:
             raise DefinitionError(
                 f"{where}: cuda: {stack.file.cuda}, but torch {torch} comes with {name} {version}",
                 hint=(
-                    f"say cuda: {'.'.join(version.split('.')[:2])}, or ask for a torch that is built for"
+                    f"say cuda: {'.'.join(version.split('.')[:2])}, or require a torch that is built for"
                     f" {stack.file.cuda}"
                 ),
             )

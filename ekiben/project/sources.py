@@ -1,7 +1,7 @@
 """Packages without a wheel, in the lock of a recipe's packages: find them, and build a wheel of each.
 
 The resolution only ever sees wheels: of a package that has none its newest source is built, in a build stage on the
-layers below, and uv resolves again with the metadata of what came out. LAYER.sources.json keeps that metadata, so that
+layers below, and uv resolves again with that wheel's metadata. LAYER.sources.json keeps that metadata, so that
 a lock which is kept or checked builds nothing.
 """
 

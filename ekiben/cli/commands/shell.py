@@ -1,7 +1,7 @@
 """Open a shell in an image.
 
 As `run` does it: the same folders, environment and GPUs. The tasks are commands there; leave with exit. PROGRAM runs in
-place of the shell; what follows it is the program's. (`ekiben exec` is for programs alone.)
+place of the shell, with the arguments after it. (`ekiben exec` is for programs alone.)
 
 \b
 Examples:

@@ -21,7 +21,7 @@ from ekiben_tasks.task.output_lock import claim_output
 from ekiben_tasks.task.settings import option
 
 RECORD = "run.json"
-_RUN = ".run.json"  # of which settings the answers are that an earlier start has left
+_RUN = ".run.json"  # record of the settings of an earlier start's answers
 
 
 @dataclass(frozen=True)

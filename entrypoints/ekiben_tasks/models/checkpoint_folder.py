@@ -16,7 +16,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         TaskError: there is none.
     """
-    # By number: names grow at a million.
+    # Sorted by number: from a million steps on, names are longer.
     steps = sorted((path / "checkpoints").glob(f"step-*/{SHARDS}/{METADATA}"), key=lambda file: int(file.parts[-3][5:]))
     for candidate in (path, path / SHARDS, *(file.parent for file in reversed(steps))):
         if (candidate / METADATA).is_file():

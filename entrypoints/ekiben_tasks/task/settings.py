@@ -144,7 +144,7 @@ def _rename_old(settings: Any, tree: Mapping[Any, Any]) -> dict[Any, Any]:
     for old, value in tree.items():
         name = _current_name(settings, old)
         if name in renamed or (name != old and name in tree):
-            raise SettingError(f"setting {name}: is there twice, also by its former name; remove {old}")
+            raise SettingError(f"setting {name}: is set twice, also by its former name; remove {old}")
         kind = _fields(settings).get(name)
         nested = dataclasses.is_dataclass(kind) and isinstance(value, dict)
         renamed[name] = _rename_old(kind, value) if nested else value

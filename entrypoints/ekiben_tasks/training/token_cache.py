@@ -129,7 +129,7 @@ def _write(folder: Path, name: str, array: Any) -> None:
     with (folder / f"{name}.npy").open("wb") as stream:
         np.save(stream, array, allow_pickle=False)
         stream.flush()
-        os.fsync(stream.fileno())  # the entry's name must never stand for less
+        os.fsync(stream.fileno())  # a named entry must be complete
 
 
 def _load(entry: Path) -> Prepared | None:

@@ -42,7 +42,7 @@ def test_warmup_ratio_is_the_former_name_of_a_share(tmp_path: Path, capsys: pyte
     assert options.load(Settings, tmp_path / "own.yaml", ["warmup_ratio=0.004"]).warmup_steps == 0.004
     assert "setting warmup_ratio is now warmup_steps" in capsys.readouterr().err
     (tmp_path / "own.yaml").write_text("warmup_steps: 200\nwarmup_ratio: 0.1\n")
-    with pytest.raises(SettingError, match="warmup_steps: is there twice, also by its former name"):
+    with pytest.raises(SettingError, match="warmup_steps: is set twice, also by its former name"):
         options.load(Settings, tmp_path / "own.yaml")
 
 
