@@ -25,8 +25,8 @@ from ekiben.cli.context import Context
 from ekiben.cli.options import Command, CountType, NameType
 from ekiben.core.errors import UsageError
 from ekiben.core.printable import printable_pieces
+from ekiben.run.jobs.logs import log_content
 from ekiben.run.jobs.records import find_runs
-from ekiben.run.jobs.runs import log_content
 
 
 @click.command("logs", cls=Command, help=__doc__)

@@ -21,7 +21,7 @@ from ekiben.cli.commands._jobs import runs_option
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, NameType, json_option
 from ekiben.run.jobs.records import find_runs
-from ekiben.run.jobs.runs import JobStatus, status
+from ekiben.run.jobs.states import JobStatus, status
 
 
 @dataclass(frozen=True, slots=True)

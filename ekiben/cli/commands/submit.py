@@ -54,6 +54,7 @@ from ekiben.run.image import NamedImage, SifState
 from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import records
 from ekiben.run.jobs import runs as jobs
+from ekiben.run.jobs import states as job_states
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds
 from ekiben.run.jobs.script import environment_text, job_program, script
 from ekiben.run.launch import Target
@@ -426,7 +427,7 @@ def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool,
     if wait:
         (submitted,) = records.find_runs([str(run.folder)], runs)
         try:
-            states = jobs.wait(submitted, context.log)
+            states = job_states.wait(submitted, context.log)
         except KeyboardInterrupt as error:
             error.add_note(f"the jobs stay in the queue: {command_name()} status, logs -f or cancel {run.folder.name}")
             raise

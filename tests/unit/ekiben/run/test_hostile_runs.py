@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from ekiben.cli import root
 from ekiben.core.errors import UsageError
+from ekiben.run.jobs.logs import log_content
 from ekiben.run.jobs.records import find_runs
 from ekiben.run.jobs.request import MAX_JOBS, parse_seeds
-from ekiben.run.jobs.runs import log_content
 from support.hostile_runs import JOB_FILES, make_lab, put_run, record
 from support.programs import write_program
 from support.sample_recipe import RunCli

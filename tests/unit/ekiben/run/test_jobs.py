@@ -23,8 +23,8 @@ from ekiben.run.contract import passes
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.records import find_runs, jobs_named
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, with_defaults
-from ekiben.run.jobs.runs import job_status, status
 from ekiben.run.jobs.script import job_program
+from ekiben.run.jobs.states import job_status, status
 from ekiben.run.schedulers import Job, clock, load, names, pbs, seconds_of, slurm
 from ekiben.run.site import find_site
 from ekiben.spec.recipe import TaskFile, find_recipe
