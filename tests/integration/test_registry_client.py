@@ -186,4 +186,4 @@ def test_custom_ca_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_http_registry_over_https_is_an_error_with_a_hint(host: str) -> None:
     with pytest.raises(FetchError, match="does not speak https") as caught:
         Registry(Reference.parse(f"https://{host}/lab/x:1")).has_blob(blob(1)[0].digest)
-    assert caught.value.hint == f"to use its plain http:  http://{host}/lab/x:1"
+    assert caught.value.hint == f"to use its plain http: http://{host}/lab/x:1"
