@@ -189,7 +189,7 @@ def test_moved_tag_updates_and_digest_stays(files_only: SampleRecipe, store: Sto
 
 def test_invalid_pushes_and_pulls_fail(files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
     image = image_of(files_only, store)
-    with pytest.raises(UsageError, match="give a tag instead"):
+    with pytest.raises(UsageError, match="name a tag instead"):
         send(image, store, f"{host}/lab/x@sha256:{'0' * 64}")
     with pytest.raises(UsageError, match="without a tag"):
         send(image, store, f"{host}/lab/x:1", "layers")

@@ -155,7 +155,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("docker://registry.example.org/A", "is no reference"),
+        ("docker://registry.example.org/A", "is not a reference"),
         ("docker://registry.example.org/a:", "the tag after the colon is missing"),
         ("shub://a/b", "shub"),
         ("docker://", "names no image"),
