@@ -53,6 +53,8 @@ SCRIPTS = {
     "pretrain": ("pretrain", "pretrain.py"),
     "dialogues": ("merge-weights", "merge_weights.py"),
     "bench": ("train", "bench.py"),
+    "align": ("dpo", "dpo.py"),
+    "evaluate": ("evaluate", "harness.py"),
 }
 TAIL = 30  # lines of output that are kept
 TIMED_OUT = 124  # as timeout(1) has it

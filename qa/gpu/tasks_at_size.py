@@ -1,7 +1,7 @@
 """Tasks at a real size, as their user runs them: what each took, and whether the results agree.
 
     python3 qa/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [sharded] [dialogues] [bench] [pretrain]
-        [offload] [attention] [attention/calm-3b/cudnn …]
+        [offload] [align] [evaluate] [attention] [attention/calm-3b/cudnn …]
 
 The weights are random, the sizes real. With --sif the tasks are those of an image; else this Python runs the
     checkout's.
@@ -19,6 +19,8 @@ pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resume
            --dry-run; on two GPUs, too, where there are two: split by tensors, and resumed as copies on one; on four, by
            tensors and blocks
 offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
+align      Llama-3.2-1B: dpo, and stopped and resumed; orpo, kto, reward, and grpo with 64 answers of 64 tokens
+evaluate   Llama-3.2-1B: evaluate beside `lm-eval run`, whose scores must be equal; jsquad, perplexity
 attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed
            lengths; Llama on examples of 4,000 to 7,600 tokens, too, and 24 compiled steps of these
 """
@@ -44,6 +46,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ENTRYPOINTS = ROOT / "entrypoints"
 SAMPLE = ROOT / "recipes" / "lora-opencalm" / "data" / "sample.jsonl"
+RECIPES_TASKS = {
+    **{
+        name: ROOT / "recipes" / "align" / "entrypoints" / f"{name}.py"
+        for name in ("dpo", "orpo", "kto", "reward", "grpo")
+    },
+    "evaluate": ROOT / "recipes" / "evaluate" / "entrypoints" / "harness.py",
+}
 sys.path[:0] = [str(ENTRYPOINTS), str(Path(__file__).parent)]
 RESUMED = 75
 DOES_NOT_FIT = 3
@@ -145,7 +154,7 @@ class Runner:
     def argv(self, task: str) -> list[str]:
         """Return the command of a task."""
         if self.sif is None:
-            return [sys.executable, str(ENTRYPOINTS / f"{task}.py")]
+            return [sys.executable, str(RECIPES_TASKS.get(task, ENTRYPOINTS / f"{task}.py"))]
         return exec_argv(self.sif, task, binds=(ROOT, self.inputs, self.folder))
 
     def has_task(self, task: str) -> bool:
@@ -197,6 +206,19 @@ def largest_difference(one: list[float], two: list[float]) -> float:
     return max((abs(a - b) / abs(a) for a, b in zip(one, two, strict=True)), default=math.nan)
 
 
+def summarize(folder: Path, code: int, text: str, seconds: float) -> dict[str, Any]:
+    """Return what run.json, metrics.jsonl and the output of a training in ``folder`` say."""
+    record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+    record |= record.get("device", {})
+    return {
+        "exit_code": code,
+        "seconds": round(seconds, 1),
+        "losses": losses(folder) if (folder / "metrics.jsonl").exists() else [],
+        **{key: record[key] for key in RECORDED if key in record},
+        "output": text.splitlines()[-30:],
+    }
+
+
 def train(
     runner: Runner,
     model: str,
@@ -228,15 +250,7 @@ def train(
         *runner.on_device(),
         stop_at=folder / "metrics.jsonl" if stop else None,
     )
-    record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
-    record |= record.get("device", {})
-    return {
-        "exit_code": code,
-        "seconds": round(seconds, 1),
-        "losses": losses(folder) if (folder / "metrics.jsonl").exists() else [],
-        **{key: record[key] for key in RECORDED if key in record},
-        "output": text.splitlines()[-30:],
-    }
+    return summarize(folder, code, text, seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cases
@@ -509,6 +523,76 @@ def run_attention(runner: Runner, *, model: str, kernel: str) -> dict[str, Any]:
     return {"passed": passed, "is_missing": all(refused), **results}
 
 
+def align(runner: Runner, task: str, output: str, *options: str, data: Path, stop: bool = False) -> dict[str, Any]:
+    """Run eight steps of a method of `align` into the folder ``output``; return what run.json and the output say."""
+    folder = runner.folder / output
+    settings = [f"model={runner.model('llama-1b')}", "max_steps=8", "save_steps=2", *options]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    stop_at = folder / "metrics.jsonl" if stop else None
+    arguments = ("--data", data, "--output", folder, *flags, *runner.on_device())
+    code, text, seconds = runner.run(task, *arguments, stop_at=stop_at)
+    return summarize(folder, code, text, seconds)
+
+
+def run_align(runner: Runner) -> dict[str, Any]:
+    runner.model("llama-1b")
+    examples = [json.loads(line) for line in runner.data("llama-1b").read_text().splitlines()]
+    pairs, labels = runner.folder / "pairs.jsonl", runner.folder / "labels.jsonl"
+    with pairs.open("w") as pair_lines, labels.open("w") as label_lines:
+        for number, one in enumerate(examples):
+            prompt, other = one["instruction"] + "\n", examples[number - 1]["output"]
+            pair_lines.write(json.dumps({"prompt": prompt, "chosen": one["output"], "rejected": other}) + "\n")
+            label_lines.write(json.dumps({"prompt": prompt, "completion": other, "label": number % 2 == 0}) + "\n")
+    results = {
+        "dpo": align(runner, "dpo", "dpo", data=pairs),
+        "stopped": align(runner, "dpo", "stopped", data=pairs, stop=True),
+        "resumed": align(runner, "dpo", "stopped", data=pairs),
+        "dpo, full": align(runner, "dpo", "full", "method=full", data=pairs),
+        "orpo": align(runner, "orpo", "orpo", data=pairs),
+        "kto": align(runner, "kto", "kto", data=labels),
+        "reward": align(runner, "reward", "reward", data=pairs),
+        "grpo": align(runner, "grpo", "grpo", "max_steps=4", "max_new_tokens=64", data=pairs),
+    }
+    difference = largest_difference(results["dpo"]["losses"], results["resumed"]["losses"])
+    ends = [result["exit_code"] for name, result in results.items() if name != "stopped"]
+    passed = not any(ends) and results["stopped"]["exit_code"] == RESUMED and difference <= MAX_DIFFERENCE
+    return {"passed": passed, "largest_difference_of_losses": difference, **results}
+
+
+def run_evaluate(runner: Runner) -> dict[str, Any]:
+    base, folder = runner.model("llama-1b"), runner.folder
+    tasks = ROOT / "recipes" / "evaluate" / "data" / "tasks"
+    common = ("--model", base, *runner.on_device())
+    names = "capitals,capitals_text,capitals_written"
+    options = ("--set", f"tasks=[{names}]", "--set", f"task_folder={tasks}", "--output", folder / "ours")
+    results = {"evaluate": finish(runner, "evaluate", *common, *options)}
+    device = "cuda" if runner.device == "auto" else runner.device
+    arguments = f"pretrained={base},dtype={'bfloat16' if device == 'cuda' else 'float32'}"
+    peer = [sys.executable, "-m", "lm_eval"] if runner.sif is None else runner.argv("lm-eval")
+    ours = json.loads((folder / "ours" / "results.json").read_text()) if (folder / "ours").exists() else {}
+    size = ours.get("config", {}).get("batch_size", 8)
+    peer += ["run", "--model", "hf", "--model_args", arguments, "--tasks", names, "--include_path", str(tasks)]
+    peer += ["--output_path", str(folder / "peer"), "--device", device, "--batch_size", str(size), "--seed", "42"]
+    done = subprocess.run(peer, capture_output=True, text=True, check=False, cwd=tasks)
+    files = list((folder / "peer").rglob("results_*.json"))
+    scores = json.loads(files[0].read_text())["results"] if files else {}
+    results["lm-eval run"] = {"exit_code": done.returncode, "output": (done.stdout + done.stderr).splitlines()[-5:]}
+    text = folder / "text.txt"
+    text.write_text("\n".join(json.loads(line)["output"] for line in runner.data("llama-1b").read_text().splitlines()))
+    squad = ROOT / "recipes" / "evaluate" / "data" / "sample-squad.json"
+    results["jsquad"] = finish(runner, "jsquad", *common, "--data", squad, "--output", folder / "jsquad")
+    results["perplexity"] = finish(runner, "perplexity", *common, "--data", text, "--output", folder / "perplexity")
+    differences = [
+        abs(value - scores.get(task, {}).get(metric, math.nan))
+        for task, metrics in ours.get("results", {}).items()
+        for metric, value in metrics.items()
+        if isinstance(value, float)
+    ]
+    difference = max(differences, default=math.nan)
+    passed = difference == 0 and not any(result["exit_code"] for result in results.values())
+    return {"passed": passed, "largest_difference_of_scores": difference, "scores": ours.get("results"), **results}
+
+
 CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
     "lora": run_lora,
     "full": run_full,
@@ -518,6 +602,8 @@ CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
     "bench": run_bench,
     "pretrain": run_pretrain,
     "offload": run_offload,
+    "align": run_align,
+    "evaluate": run_evaluate,
     **{
         f"attention/{model}/{kernel}": functools.partial(run_attention, model=model, kernel=kernel)
         for model in ("calm-3b", "llama-1b", "llama-5b")
@@ -532,7 +618,8 @@ def main() -> int:
         "cases",
         nargs="*",
         metavar="CASE",
-        help="lora, full, two-gpus, sharded, dialogues, bench, pretrain, offload, attention, or one of its cases",
+        help="lora, full, two-gpus, sharded, dialogues, bench, pretrain, offload, align, evaluate, attention, or"
+        " one of its cases",
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--sif", type=Path, help="run the tasks of this image under Apptainer")
