@@ -19,7 +19,8 @@ pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resume
            --dry-run; on two GPUs, too, where there are two: split by tensors, and resumed as copies on one; on four, by
            tensors and blocks
 offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
-align      Llama-3.2-1B: dpo, and stopped and resumed; orpo, kto, reward, and grpo with 64 answers of 64 tokens
+align      Llama-3.2-1B: orpo, and stopped and resumed; dpo of an adapter and of every weight, kto, reward, and grpo
+           with 64 answers of 64 tokens
 evaluate   Llama-3.2-1B: evaluate beside `lm-eval run`, whose scores must be equal; jsquad, perplexity
 attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed
            lengths; Llama on examples of 4,000 to 7,600 tokens, too, and 24 compiled steps of these
@@ -544,16 +545,17 @@ def run_align(runner: Runner) -> dict[str, Any]:
             pair_lines.write(json.dumps({"prompt": prompt, "chosen": one["output"], "rejected": other}) + "\n")
             label_lines.write(json.dumps({"prompt": prompt, "completion": other, "label": number % 2 == 0}) + "\n")
     results = {
-        "dpo": align(runner, "dpo", "dpo", data=pairs),
-        "stopped": align(runner, "dpo", "stopped", data=pairs, stop=True),
-        "resumed": align(runner, "dpo", "stopped", data=pairs),
-        "dpo, full": align(runner, "dpo", "full", "method=full", data=pairs),
         "orpo": align(runner, "orpo", "orpo", data=pairs),
+        "stopped": align(runner, "orpo", "stopped", data=pairs, stop=True),
+        "resumed": align(runner, "orpo", "stopped", data=pairs),
+        "dpo": align(runner, "dpo", "dpo", data=pairs),
+        "dpo, full": align(runner, "dpo", "full", "method=full", "save_steps=100", data=pairs),
         "kto": align(runner, "kto", "kto", data=labels),
         "reward": align(runner, "reward", "reward", data=pairs),
         "grpo": align(runner, "grpo", "grpo", "max_steps=4", "max_new_tokens=64", data=pairs),
     }
-    difference = largest_difference(results["dpo"]["losses"], results["resumed"]["losses"])
+    # dpo's loss is a small difference of large sums: two runs on a GPU differ by more than MAX_DIFFERENCE.
+    difference = largest_difference(results["orpo"]["losses"], results["resumed"]["losses"])
     ends = [result["exit_code"] for name, result in results.items() if name != "stopped"]
     passed = not any(ends) and results["stopped"]["exit_code"] == RESUMED and difference <= MAX_DIFFERENCE
     return {"passed": passed, "largest_difference_of_losses": difference, **results}

@@ -20,13 +20,13 @@ from ekiben_tasks.task.hub import format_hub_error, locate_model, split_revision
 
 
 def silence_warnings() -> None:
-    """Silence progress bars outside a terminal, where each update is a line, and one of PEFT's warnings.
+    """Silence progress bars outside a terminal, where each update is a line, and warnings of PEFT and TRL.
 
-    Nobody can act on that warning.
+    They are of names that a later version of transformers drops: nobody who runs a task can act on them.
     """
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
 
 
 def pretrained(name: str) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         raise SystemExit(main())
     except TaskError as error:
         fail(error)
-    except OSError as error:
+    except Exception as error:
         if message := explain_disk(error):
             expected = TaskError(message)
             expected.__cause__ = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import traceback
 from collections.abc import Iterable
 
@@ -33,15 +34,28 @@ def print_frames(error: BaseException) -> None:
         traceback.print_exception(error)
 
 
+_OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
 _DISK_FAILS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 def explain_disk(error: BaseException) -> str | None:
     """Return the message for a disk that is full, over its quota or read-only; None: ``error`` is of another kind."""
-    if not isinstance(error, OSError) or error.errno not in _DISK_FAILS:
+    path = error.filename if isinstance(error, OSError) else None
+    if (reason := _disk_reason(error)) is None:
         return None
-    file = f"{error.filename}: cannot be written" if error.filename else "a file cannot be written"
-    return f"{file} ({error.strerror}); make room and give the same command again: it resumes from the completed part"
+    file = f"{path}: cannot be written" if path else "a file cannot be written"
+    return f"{file} ({reason}); make room and give the same command again: it resumes from the completed part"
+
+
+def _disk_reason(error: BaseException) -> str | None:
+    """Return why the disk takes no more, as the library that wrote tells it; None: ``error`` is of another kind."""
+    if isinstance(error, OSError):
+        return error.strerror if error.errno in _DISK_FAILS else None
+    if match := _OS_ERROR.search(str(error)):  # safetensors' error is no OSError, and has the number in its text
+        return os.strerror(int(match[1])) if int(match[1]) in _DISK_FAILS else None
+    if "inline_container.cc" in str(error) and "unexpected pos" in str(error):  # torch.save's, without the reason
+        return "torch could not write all of it: is the disk full, or your quota?"
+    return None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -36,6 +36,7 @@ from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.hub import locate_model, split_revision
 from ekiben_tasks.task.output_lock import claim_output
+from ekiben_tasks.training.progress import peak_memory
 
 TRAINERS: dict[str, tuple[Any, Any]] = {
     "dpo": (trl.DPOConfig, trl.DPOTrainer),
@@ -70,6 +71,16 @@ class Request:
     is_dry: bool = False
     skip: bool = False
     overwrite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Describe how a run ended. began: seconds since the epoch. peak_memory: bytes."""
+
+    exit_code: int | None
+    began: float
+    checksum: ModelChecksum
+    peak_memory: int
 
 
 def run(request: Request) -> int:
@@ -111,12 +122,13 @@ def run(request: Request) -> int:
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.add_callback(callback)
         stop.saves = True
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
+        with peak_memory(device) as peak:
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
         heartbeat.beat(Phase.SAVE, trainer.state.global_step, long=True)
         if world.is_main_process:
             if stop.exit_code is None:
                 save(settings, trainer, tokenizer, request.output)
-            _record(request, examples, trainer, device, (stop.exit_code, began, checksum))
+            _record(request, examples, trainer, device, Outcome(stop.exit_code, began, checksum, peak["bytes"]))
         world.barrier()
         trainer.accelerator.free_memory()
         world.destroy()
@@ -278,16 +290,15 @@ def _record(
     examples: preferences.Examples,
     trainer: Any,
     device: Device,
-    outcome: tuple[int | None, float, ModelChecksum],
+    outcome: Outcome,
 ) -> None:
-    """Write run.json. outcome: exit code, start in seconds since the epoch, checksum of the model."""
-    exit_code, began, checksum = outcome
-    settings = request.settings
+    """Write run.json."""
+    exit_code, settings = outcome.exit_code, request.settings
     losses = [line for line in trainer.state.log_history if "loss" in line]
     record = {
         "task": settings.NAME,
-        **run_metadata.run_record(settings, exit_code, began),
-        "model": run_metadata.model_record(settings.model, checksum, wait=exit_code is None),
+        **run_metadata.run_record(settings, exit_code, outcome.began),
+        "model": run_metadata.model_record(settings.model, outcome.checksum, wait=exit_code is None),
         "data": {
             "sources": [source.location for source in request.sources],
             "rows": len(examples.items),
@@ -299,6 +310,7 @@ def _record(
             "count": trainer.args.world_size,
             "dtype": str(device.dtype).removeprefix("torch."),
         },
+        "peak_memory_bytes": outcome.peak_memory,
         "steps": trainer.state.global_step,
         "last": losses[-1] if losses else {},
     }
