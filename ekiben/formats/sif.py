@@ -38,7 +38,9 @@ SIGNED_DESCRIPTOR = struct.Struct("<i?2I4q128s384s")  # type, used, ids, size, c
 DESCRIPTORS_AT = 4096
 DESCRIPTOR_COUNT = 48
 DATA_AT = DESCRIPTORS_AT + DESCRIPTOR_COUNT * DESCRIPTOR.size
-PAGE = 4096  # partitions are mounted from the file, at page boundaries
+# Partitions are mounted from the file, at page boundaries, which are 64 KiB on some arm64 machines. A partition right
+# behind the table would make the kernel read ahead in larger windows at each cold start.
+PAGE = 65536
 
 DEFFILE, PARTITION, SIGNATURE = 0x4001, 0x4004, 0x4005
 NO_GROUP = 0xF000_0000
@@ -134,7 +136,7 @@ def sif_id(digests: Sequence[str], deffile: str) -> str:
     """Return the UUID of the SIF with these partitions: equal ids promise equal files."""
     import uuid  # imported here: it brings platform with it
 
-    content = json.dumps(["ekiben sif 1", list(digests), deffile])
+    content = json.dumps(["ekiben sif 2", list(digests), deffile])
     return str(uuid.UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5))
 
 

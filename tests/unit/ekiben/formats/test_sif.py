@@ -26,7 +26,7 @@ def test_read_sif_reads_what_write_sif_wrote(tmp_path: Path) -> None:
     assert (info.id, info.arch, info.created) == (ID, "arm64", 1_700_000_000)
     assert sum(heard) == sum(layer.size for layer in layers)
     assert [item.size for item in info.layers] == [layer.size for layer in layers]
-    assert all(item.offset % 4096 == 0 for item in info.layers)
+    assert all(item.offset % 65536 == 0 for item in info.layers)
     with out.open("rb") as stream:
         for item, name in zip(info.layers, ("base", "python", "top"), strict=True):
             assert SquashfsReader(stream, item.offset).read_file(name) == b"data"
@@ -43,7 +43,7 @@ def test_the_bytes_are_those_of_the_sif_format(tmp_path: Path) -> None:
     assert data[:48] == b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\x0001\x0002\0"
     assert uuid.UUID(bytes=data[48:64]) == uuid.UUID(ID)
     numbers = [int.from_bytes(data[at : at + 8], "little") for at in range(64, 128, 8)]
-    assert numbers == [1_700_000_000, 1_700_000_000, 45, 48, 4096, 28080, 32176, 4096 + 10 + 36864 - 32176 - 4096]
+    assert numbers == [1_700_000_000, 1_700_000_000, 45, 48, 4096, 28080, 32176, 131072 + 10 - 32176]
     first, second, third = (data[4096 + 585 * at :][:585] for at in range(3))
     assert first[:17].hex() == "014000000101000000010000f000000000"
     assert second[:17].hex() == "044000000102000000010000f000000000"
@@ -51,10 +51,10 @@ def test_the_bytes_are_those_of_the_sif_format(tmp_path: Path) -> None:
     assert second[201:].rstrip(b"\0").hex() == "01000000020000003032"
     assert third[201:].rstrip(b"\0").hex() == "01000000040000003032"
     places = [[int.from_bytes(row[at : at + 8], "little") for at in (17, 25, 33)] for row in (first, second, third)]
-    gap = 32768 - DATA_AT - len(DEFFILE)
-    assert places == [[DATA_AT, len(DEFFILE), len(DEFFILE)], [32768, 4096, 4096 + gap], [36864, 10, 10]]
-    assert data[32768:36864] == b"A" * 4096
-    assert data[36864:] == b"B" * 10
+    gap = 65536 - DATA_AT - len(DEFFILE)
+    assert places == [[DATA_AT, len(DEFFILE), len(DEFFILE)], [65536, 4096, 4096 + gap], [131072, 10, 10 + 61440]]
+    assert data[65536:69632] == b"A" * 4096
+    assert data[131072:] == b"B" * 10
 
 
 def test_partition_may_be_a_range_of_a_file(tmp_path: Path) -> None:
