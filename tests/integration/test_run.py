@@ -385,6 +385,14 @@ def pages_read(sif: Path, start: Callable[[], object]) -> int:
 
 
 @pytest.mark.guard
+def test_a_cold_start_of_hello_reads_at_most_16_mb(workspace: Workspace, hello: Path, cli: Cli) -> None:
+    here = workspace.folder("cold")
+    cli.image(hello, "hello", "--no-verify", "--format", "sif", "-o", here / "hello.sif")
+    argv = ("--store", hello, "run", "--cpu", "hello", "hello")
+    assert pages_read(here / "hello.sif", lambda: cli.run(*argv, cwd=here)) <= 16_000_000
+
+
+@pytest.mark.guard
 def test_a_start_reads_little_more_than_apptainer_itself(looker: Looker, workspace: Workspace, cli: Cli) -> None:
     """And so not the file, to hash it."""
     here = workspace.folder("start")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -85,7 +86,7 @@ def test_the_error_of_the_driver_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
             message._obj.value = b"system has unsupported display driver / cuda driver combination"
             return 0
 
-    monkeypatch.setattr(hello.ctypes, "CDLL", Library)
+    monkeypatch.setattr(ctypes, "CDLL", Library)
     assert hello._gpus_by_driver() == (
         [],
         "the driver fails with error 803: system has unsupported display driver / cuda driver combination",
