@@ -39,7 +39,7 @@ from ekiben.core.environment import host_arch
 from ekiben.core.errors import CorruptBlob, DefinitionError, EngineError, StoreError, VerifyError
 from ekiben.formats import oci
 from ekiben.formats.evaluated import START
-from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
+from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, all_layers, stages_of
 from ekiben.resolve.recipe_layer import separate_test
 from ekiben.store import Image, Store, StoredLayer, StoredResult
 
@@ -82,7 +82,7 @@ def build(context: BuildContext, actions: Sequence[Action] | None = None) -> Ima
         _refuse_emulation(resolved, actions)
         store.open_for_writing()
         is_large = any(action.stored is None and action.layer.kind != "files" for action in actions)
-        with store.building((layer.cache_key for layer in _all_layers(resolved.layers)), background=is_large):
+        with store.building((layer.cache_key for layer in all_layers(resolved.layers)), background=is_large):
             scripts = [
                 item.layer.cache_key for item in actions if item.layer.kind == "post" and item.decision == "BUILD"
             ]
@@ -114,7 +114,7 @@ def build_sources(context: BuildContext, copies: Sequence[StageCopy]) -> list[St
     store = context.store
     check_programs(context.resolved.stack.arch)
     store.open_for_writing()
-    with store.building(layer.cache_key for layer in _all_layers(context.resolved.layers)):
+    with store.building(layer.cache_key for layer in all_layers(context.resolved.layers)):
         return _Build(LayerBuilder(context)).ensure_results(copies)
 
 
@@ -142,7 +142,7 @@ def import_wheel(context: BuildContext, wheel: Path, sha256: str | None = None) 
         )
     check_programs(resolved.stack.arch)
     store.open_for_writing()
-    with store.building(layer.cache_key for layer in _all_layers(resolved.layers)):
+    with store.building(layer.cache_key for layer in all_layers(resolved.layers)):
         imported = import_result(stage, wheel, record, store)
         count = next(number for number, layer in enumerate(resolved.layers, 1) if stage in stages_of(layer.copies))
         recursion = _Build(LayerBuilder(context), {stage.cache_key: imported})
@@ -398,14 +398,6 @@ def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) ->
             if not dep.is_stored and isinstance(dep.step, BuildStage) and builder.uses_git:
                 with builder.store.staging() as staging:
                     mount_repositories(dep.step.stage.arguments, staging)
-
-
-def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """Yield the layers, and those below their build stages."""
-    for layer in layers:
-        yield layer
-        for item in layer.copies:
-            yield from _all_layers(item.stage.layers)
 
 
 def image_name(resolved: ResolvedRecipe) -> str:

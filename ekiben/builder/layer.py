@@ -87,6 +87,7 @@ class LayerBuilder:
     def __init__(self, context: BuildContext, last_script: str | None = None) -> None:
         self.store, self.progress, self.options = context.store, context.progress, context.options
         self.reused = context.reused
+        self._resolved = context.resolved
         self._recipe, self._stack = context.resolved.recipe.name, context.resolved.stack
         self._last_script = last_script
         self._executor: tuple[str, Executor] | None = None
@@ -198,6 +199,9 @@ class LayerBuilder:
             log = stack.enter_context(self.log(layer))
             try:
                 notes["executor"] = self.executor[0]
+                if not outputs and (entries := self._installed(layer, lower, log.line, stack)) is not None:
+                    yield entries
+                    return
                 settings = WRITES if layer.inputs.get("writes") else None
                 entries = stack.enter_context(self.run_post(layer, lower, staging, files, log.line, settings))
                 if settings and (labels := read_labels(staging / "mount")):
@@ -205,6 +209,19 @@ class LayerBuilder:
                 yield entries
             except JobFailed as error:
                 raise LayerError(log.failure(layer, error)) from error
+
+    def _installed(
+        self, layer: Layer, lower: Sequence[StoredLayer], log: LogLine, stack: contextlib.ExitStack
+    ) -> Iterator[LayerEntry] | None:
+        """Return the entries of a layer that installs a lock file alone; None where its %post has to run."""
+        from ekiben.builder.wheel_layer import WheelInstaller, is_installable
+
+        if not is_installable(layer) or self.options.sources or self.options.debug:
+            return None
+        if os.geteuid() and self.executor[0] == "docker":  # its daemon writes root's files, which nobody could remove
+            return None
+        installer = WheelInstaller(self.store, self._resolved, self.executor[1], self.sources, log)
+        return stack.enter_context(installer.install(layer, lower, stack.enter_context(self._below(lower))))
 
     def _evaluate(self, layer: Layer, lower: Sequence[StoredLayer], staging: Path) -> Evaluated:
         """Return what the scripts of the environment set in the layers below. Raises LayerError, EngineError."""
@@ -294,6 +311,8 @@ class LayerBuilder:
         job = prepare_job(script, lower, self.store, staging, files=files, log=log)
         if links:
             (staging / "mount/files.tar").write_bytes(_files_tar(files, links))
+        if not isinstance(step, BuildStage) and (caches := self._trusted_caches(step, lower)):
+            job = replace(job, cache=caches)
         if self.options.debug:
             job = replace(job, on_failure=self._shell_for(step, watch, mount, log))
         # A compilation shows its units.
@@ -306,6 +325,12 @@ class LayerBuilder:
         for line in left_out.lines():
             log(line)
             self.progress.log(f"{step.name}: {line}")
+
+    def _trusted_caches(self, layer: Layer, lower: Sequence[StoredLayer]) -> Path | None:
+        """Return the caches of Ekiben's own layers, where ``layer`` is one; a bundle's packages are in the others."""
+        from ekiben.builder.wheel_layer import trusted_caches
+
+        return None if self.options.sources else trusted_caches([layer, *lower], self._stack, self.store)
 
     def _shell_for(self, step: Layer | BuildStage, watch: ScriptWatch, mount: Path, log: LogLine) -> OnFailure:
         """Return what opens a shell in the half-built layer of ``step``, and write what the shell begins with."""

@@ -189,7 +189,7 @@ def normalize(changes: Changes, lower: Lower, *, epoch: int, left_out: LeftOut |
     normalizer = _Normalizer(lower, epoch, changes.deleted, changes.opaque, dropped=left_out)
     normalizer.setgid = {} if changes.is_fuse else None
     if isinstance(changes.upper, Path):
-        return normalizer.ordered(folder_infos(changes.upper), folder_reader(changes.upper))
+        return normalizer.ordered(folder_infos(changes.upper, changes.installed), folder_reader(changes.upper))
     return _tar_members(normalizer, changes.upper)
 
 

@@ -22,13 +22,15 @@ class Changes:
     """What a job changed: the overlay's upper directory, or a tar of it (depth first, sorted) where we may not read it.
 
     ``deleted`` and ``opaque`` are paths known beforehand, for overlays that do not mark them. ``is_fuse``: the overlay
-    was fuse-overlayfs.
+    was fuse-overlayfs. ``installed``: when root installed all of it, but for files of
+    time 0, whatever the folder itself shows.
     """
 
     upper: Path | IO[bytes]
     deleted: Collection[str] = ()
     opaque: Collection[str] = ()
     is_fuse: bool = False
+    installed: int | None = None
 
 
 Read = Callable[[tarfile.TarInfo], Iterator[bytes]]  # the data of a file with data, each but once
@@ -50,8 +52,11 @@ def tar_reader(tar: tarfile.TarFile) -> Read:
     return read
 
 
-def folder_infos(folder: Path) -> Iterator[tuple[str, tarfile.TarInfo]]:
-    """Yield the entries of ``folder`` as a tar of it has them, without the program and the copy of every byte."""
+def folder_infos(folder: Path, installed: int | None = None) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    """Yield the entries of ``folder`` as a tar of it has them, without the program and the copy of every byte.
+
+    ``installed``: see Changes.
+    """
     first_names: dict[int, str] = {}  # inode → the name under which its data comes
     device = folder.stat().st_dev
 
@@ -63,6 +68,9 @@ def folder_infos(folder: Path) -> Iterator[tuple[str, tarfile.TarInfo]]:
             if seen.st_dev != device or stat.S_ISSOCK(seen.st_mode):
                 continue
             info = _folder_info(path, seen, first_names, entry.path)
+            if installed is not None:
+                info.uid = info.gid = 0
+                info.mtime = installed if info.mtime else 0
             yield path, info
             if info.isdir():
                 yield from below(entry.path, f"{path}/")

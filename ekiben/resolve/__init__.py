@@ -3,6 +3,7 @@
 graph         the types: ResolvedRecipe, Layer, BuildStage, StageCopy
 keys          the hash of a layer's inputs
 resolve       a recipe, bound to a stack, as its layers
+wheel_layers  layers that install a lock file, and nothing else
 base_layer    the lowest of them
 apps          files and variables of SCIF apps
 recipe_layer  the last of them, with the recipe's files
@@ -12,4 +13,15 @@ render        the layers as one Dockerfile or definition file
 docker_files  compose.yaml and devcontainer.json, which start the image
 """
 
-__all__ = ["apps", "capabilities", "docker_files", "graph", "keys", "recipe_layer", "render", "resolve", "sources"]
+__all__ = [
+    "apps",
+    "capabilities",
+    "docker_files",
+    "graph",
+    "keys",
+    "recipe_layer",
+    "render",
+    "resolve",
+    "sources",
+    "wheel_layers",
+]

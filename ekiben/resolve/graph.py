@@ -166,6 +166,14 @@ def stages_of(copies: Iterable[StageCopy]) -> list[BuildStage]:
     return list({item.stage.cache_key: item.stage for item in copies}.values())
 
 
+def all_layers(layers: Iterable[Layer]) -> Iterator[Layer]:
+    """Yield the layers, and those below their build stages, some of them several times."""
+    for layer in layers:
+        yield layer
+        for item in layer.copies:
+            yield from all_layers(item.stage.layers)
+
+
 def files_of(layers: Iterable[Layer | BuildStage]) -> Iterator[File]:
     """Return all files of these layers and of the build stages that they take from, some of it several times."""
     for step in layers:

@@ -143,6 +143,12 @@ def resolve_below(recipe: Recipe, stack: Stack) -> ImageState:
     return images.state_of(images.definitions_of(recipe.file.layer, str(recipe.folder / "recipe.yaml"))[:-1])
 
 
+def resolve_layers(recipe: Recipe, stack: Stack, name: str) -> tuple[Layer, ...]:
+    """Return the layer ``name`` on ``stack`` and those below it, as ``recipe`` sees them. Raises DefinitionError."""
+    images = _Images(recipe, stack, {})
+    return tuple(images.state_of(images.definitions_of(name, str(recipe.folder / "recipe.yaml"))).layers)
+
+
 def _deciding_arguments(resolved: ResolvedRecipe, arch: str | None) -> tuple[str, ...]:
     """Return the names of the command line's arguments where some of them change keys, as a mirror does not."""
     try:

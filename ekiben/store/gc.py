@@ -14,6 +14,7 @@ from ekiben.store._records import ImageRecord, Kind
 from ekiben.store.store import Store
 
 _LOG_DAYS = 30
+_CACHE_DAYS = 30  # for which compiled files stay that no build uses
 
 
 def prune(
@@ -49,6 +50,7 @@ def prune(
             if not damaged_records(store, untag):
                 _drop_dangling(store)
             store.records.write_index()
+            _drop_compiled(store)
             if wheels:
                 _drop_unfinished(store, since)
     return gone
@@ -119,6 +121,14 @@ def _drop_unfinished(store: Store, since: float) -> None:
     for folder in (store.cache / "work").glob("*"):
         if folder.stat().st_mtime < since:
             remove_tree(folder)
+
+
+def _drop_compiled(store: Store) -> None:
+    """Remove compiled files of Python packages that no build has used for a month."""
+    for entry in store.wheels.glob("*/compiled/*/*"):
+        with contextlib.suppress(OSError):  # another process removed it, or it is root's
+            if entry.stat().st_mtime < time.time() - _CACHE_DAYS * 86400:
+                entry.unlink()
 
 
 def _drop_dangling(store: Store) -> None:

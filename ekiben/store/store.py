@@ -108,6 +108,11 @@ class Store:
         return self.root.parent / ("downloads" if os.geteuid() else "downloads-root")
 
     @property
+    def wheels(self) -> Path:
+        """Caches of unpacked wheels and of compiled files: no script that builds a layer sees them."""
+        return self.root.parent / ("wheels" if os.geteuid() else "wheels-root")
+
+    @property
     def staging_root(self) -> Path:
         """Return the folder of all temporary folders."""
         return self.staging_area.folder.path

@@ -153,6 +153,9 @@ BY_PATH = {
     "store/shared.py open_shared shared_dir.is_dir": "the folder that you name, for a message",
     "store/shared.py _exists version.outermost.path.is_dir": "the folder that you name, for a message",
     "store/sif_check.py _is_file Path(name).is_file": "which notes are kept in your own store",
+    "store/gc.py _drop_compiled entry.stat": "of caches beside your own store",
+    "store/gc.py _drop_compiled entry.unlink": "of caches beside your own store",
+    "store/gc.py _drop_compiled store.wheels.glob": "of caches beside your own store",
 }
 
 
@@ -196,6 +199,9 @@ READ_OTHERWISE = {
     "builder/layer.py _drift blob.open": "written by this process",
     "builder/layer.py _files_tar file.open": "File.open is open_regular",
     "builder/layer.py _make blob.open": "written by this process",
+    "builder/wheel_layer.py _check_layers (_IMAGES / 'scripts' / name).read_bytes": "the program's own",
+    "builder/wheel_layer.py _content file.open": "File.open is open_regular",
+    "builder/wheel_layer.py _job _PROGRAM.read_bytes": "the program's own",
     "bundle/_fetch.py index_debs (folder / 'Records').read_text": (
         "written by apt in a container that this process started"
     ),
