@@ -34,7 +34,7 @@ has() { command -v "$1" >/dev/null 2>&1; }
 packages() {
     case $1 in
         # Rootless work in general; every group gets these.
-        base) echo ca-certificates gnupg uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools zstd mmdebstrap debootstrap curl shellcheck iproute2 procps openssl git gcc libc6-dev ;;
+        base) echo ca-certificates gnupg uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools xfsprogs zstd mmdebstrap debootstrap curl shellcheck iproute2 procps openssl git gcc libc6-dev ;;
         docker) echo docker.io docker-compose iptables ;;
         apptainer | singularity) ;;              # see install_apptainer, install_singularity
         buildah) echo buildah crun runc ;;

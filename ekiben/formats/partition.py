@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 COPY = 1 << 20
+_HASHED = 1 << 24  # bytes hashed at a time: a thread that is busy in Python delays the next piece by up to 5 ms
+_FLUSHED = 1 << 26  # bytes after which the disk begins to write a file that is waited for
+_FICLONERANGE = 0x4020940D  # linux/fs.h
 _AHEAD = 1 << 24  # bytes that the kernel reads ahead of the copy
 # Bytes that may wait for the hash: an eighth of the memory, where they should still be when it comes to them.
 _MAX_UNHASHED = max(1 << 28, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
@@ -53,31 +58,42 @@ def read_partition(partition: Partition, start: int = 0) -> Iterator[bytes]:
 
 
 class Hasher:
-    """A thread that hashes the bytes in ``file``: it detects a bad copy as well as a bad source."""
+    """A thread that hashes the bytes in ``file``: it detects a bad copy as well as a bad source.
+
+    Where the file shares the blocks of its source there is no copy, and the source may be read: it is in memory.
+    """
 
     def __init__(self, file: int, digest: hashlib._Hash | None = None) -> None:
         from concurrent.futures import ThreadPoolExecutor  # imported here: it brings logging with it
 
-        self._file, self._digest, self._buffer = file, digest or hashlib.sha256(), memoryview(bytearray(COPY))
+        self._file, self._digest, self._buffer = file, digest or hashlib.sha256(), memoryview(bytearray(_HASHED))
         self._pool: ThreadPoolExecutor = ThreadPoolExecutor(1, thread_name_prefix="sha256")
         self._waiting: deque[Future[None]] = deque()
+        self._handles: list[int] = []
 
     def __enter__(self) -> Hasher:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._pool.shutdown(cancel_futures=failure[0] is not None)
+        for handle in self._handles:
+            os.close(handle)
         if failure[0] is None:
             self._wait_for_all_but(0)
 
-    def take(self, start: int, end: int) -> None:
-        """Hash the next bytes.
+    def take(self, start: int, end: int, shared: BinaryIO | None = None, offset: int = 0) -> None:
+        """Hash the next bytes; those of ``shared`` from ``offset`` on, where the file has the same blocks.
 
         Waits while more than _MAX_UNHASHED are not hashed: what it reads should still be in memory.
         """
-        for at in range(start, end, COPY):
-            self._wait_for_all_but(_MAX_UNHASHED // COPY)
-            self._waiting.append(self._pool.submit(self._hash, at, min(COPY, end - at)))
+        handle = self._file
+        if shared:
+            handle = os.dup(shared.fileno())  # the caller may close its file before this is hashed
+            self._handles.append(handle)
+        for at in range(start, end, _HASHED):
+            self._wait_for_all_but(_MAX_UNHASHED // _HASHED)
+            position = offset + at - start if shared else at
+            self._waiting.append(self._pool.submit(self._hash, handle, position, min(_HASHED, end - at)))
 
     def _wait_for_all_but(self, count: int) -> None:
         while len(self._waiting) > count:
@@ -89,10 +105,10 @@ class Hasher:
         digest, self._digest = "sha256:" + self._digest.hexdigest(), hashlib.sha256()
         return digest
 
-    def _hash(self, start: int, count: int) -> None:
+    def _hash(self, handle: int, start: int, count: int) -> None:
         buffer = self._buffer[:count]
         while buffer:
-            got = os.preadv(self._file, [buffer], start)
+            got = os.preadv(handle, [buffer], start)
             if not got:
                 raise OSError(errno.EIO, "the written bytes cannot be read back")
             self._digest.update(buffer[:got])
@@ -105,24 +121,41 @@ def copy_partition(
     on_bytes: Callable[[int], None],
     partition_hasher: Hasher | None = None,
     file_hasher: Hasher | None = None,
+    *,
+    flush: bool = False,
 ) -> None:
     """Copy a partition to the position of ``out`` while the hashers read what was written.
 
     ``partition_hasher`` hashes this partition alone, and its digest is compared; ``file_hasher`` all of the file.
-    Raises StoreError when the digest is not the partition's.
+    ``flush``: the caller will wait for the disk, which begins to write at once. Raises StoreError when the digest is
+    not the partition's.
     """
     hashers = [hasher for hasher in (partition_hasher, file_hasher) if hasher]
-    start = out.tell()
+    start, sent = out.tell(), 0
     with _open(partition.path) as source:
-        for done in range(0, partition.size, COPY):
+        if _share(partition, source, out.fileno(), start):
+            shared = source if partition.is_checked else None  # else another user may be writing to the source
+            for hasher in hashers:
+                hasher.take(start, start + partition.size, shared, partition.offset)
+            on_bytes(sent := partition.size)
+        for done in range(sent, partition.size, COPY):
             count = min(COPY, partition.size - done)
             _will_need(source, partition.offset + done + _AHEAD, COPY)
             _copy_range(partition, source, out.fileno(), done, start + done, count)
             for hasher in hashers:
                 hasher.take(start + done, start + done + count)
+            if flush and (done + count - sent >= _FLUSHED or done + count == partition.size):
+                start_writing(out, start + sent, done + count - sent)
+                sent = done + count
             on_bytes(count)
     if partition_hasher and (digest := partition_hasher.digest()) != partition.digest:
         raise StoreError(f"{partition.path}: should be {partition.digest}, is {digest}", hint=_HINT)
+
+
+def start_writing(out: BinaryIO, start: int, count: int) -> None:
+    """Let the kernel begin to write these bytes to the disk, which is idle otherwise until somebody waits for it."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(out.fileno(), start, count, os.POSIX_FADV_DONTNEED)  # of bytes just written, it drops none
 
 
 def copy_checked(partition: Partition, to: Path) -> None:
@@ -145,6 +178,18 @@ def _will_need(source: BinaryIO, start: int, count: int) -> None:
     """Ask the kernel to read ahead: without, copying within the kernel took up to twice as long."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(source.fileno(), start, count, os.POSIX_FADV_WILLNEED)
+
+
+def _share(partition: Partition, source: BinaryIO, out: int, start: int) -> bool:
+    """Let ``out`` have the blocks of the partition from ``start`` on; False where the file system cannot share them."""
+    clone_range = array("q", [source.fileno(), partition.offset, partition.size, start])
+    try:
+        fcntl.ioctl(out, _FICLONERANGE, clone_range.tobytes())
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        return False
+    return partition.size > 0  # a length of 0 means all of the source
 
 
 def _copy_range(partition: Partition, source: BinaryIO, out: int, done: int, start: int, count: int) -> None:

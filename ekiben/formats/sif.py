@@ -192,7 +192,10 @@ def new_sif(
                     file.truncate(descriptor.offset)  # data between the objects is still readable
                 if all_of_it:
                     all_of_it.take(end, descriptor.offset)
-                copy_partition(partition, file, on_bytes, None if partition.is_checked else each, all_of_it)
+                copy_partition(
+                    *(partition, file, on_bytes, None if partition.is_checked else each, all_of_it),
+                    flush=isinstance(out, InnerPath),  # publishing waits for the disk, an export does not
+                )
                 end = descriptor.offset + descriptor.size
             if signature:
                 file.seek(end)

@@ -28,7 +28,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -41,7 +42,7 @@ from ekiben.core.inner_path import InnerPath
 from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition, copy_partition
-from ekiben.formats.sif import SifHeader, Signature, write_sif
+from ekiben.formats.sif import SifHeader, Signature, new_sif
 from ekiben.images.published import REMOVED, SBOM_SUFFIX, VERSION, VersionRecord, read_records
 from ekiben.publish.record import PublishedFile, sha256_line, version_record
 from ekiben.run.modulefile import (
@@ -254,13 +255,13 @@ def _put(request: _Request) -> int:
         sign_image(image, store, request.options.key) if request.options.key else None
     )  # before the work: it may ask for a passphrase
     with shared.new_folder() as staging:
-        sif = staging / "image.sif"
-        with progress.step(f"write the SIF in {request.folder}", total=image.size):
-            sha256, bytes_copied = _write_sif(sif, request, signature)
+        sif, sbom_work = staging / "image.sif", Future[str | None]()
+        with progress.step(f"write the SIF and its SBOM in {request.folder}", total=image.size):
+            sha256, bytes_copied = _write_sif(sif, request, signature, lambda: _make_sbom(image, store, sbom_work))
             note_sif(request.header, sif, store, sha256=sha256)
+        sbom = _sbom_of(sbom_work, progress)
         checks = verify(image, store, progress, sifs=[sif]) if request.options.check else []
         _put_wheels(image, store, shared, staging, progress)
-        sbom = _make_sbom(image, store, progress)
         stem = new_stem(request.folder, image.name, request.options.version, sha256)
         published = request.folder / f"{stem}.sif"
         size = put_sif(shared, sif, published, sha256)
@@ -278,23 +279,33 @@ def _put(request: _Request) -> int:
     return bytes_copied
 
 
-def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
-    """Make the SBOM in this process, after the copying: a forked process outlived a killed publish.
-
-    None where a package database is broken.
-    """
+def _make_sbom(image: Image, store: Store, work: Future[str | None]) -> None:
+    """Make the SBOM in this process, once: a forked process outlived a killed publish."""
     from ekiben.inspect.sbom import sbom_of_image  # imported here: not needed for an image that is published already
 
+    if work.done():
+        return
     try:
-        with progress.step("SBOM"):
-            return sbom_of_image(image, store)
+        work.set_result(sbom_of_image(image, store))
+    except Exception as error:  # raised by _sbom_of(): here it would be taken for a failure to write the SIF
+        work.set_exception(error)
+
+
+def _sbom_of(work: Future[str | None], progress: Progress) -> str | None:
+    """Return the SBOM; None where a package database is broken."""
+    try:
+        return work.result()
     except VerifyError as error:  # people can run it all the same
         progress.log(f"no SBOM: {error}")
         return None
 
 
-def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -> tuple[str, int]:
+def _write_sif(
+    sif: InnerPath, request: _Request, signature: Signature | None, meanwhile: Callable[[], None]
+) -> tuple[str, int]:
     """Return its SHA-256 in hex, and the bytes of the layers that no SIF there had.
+
+    ``meanwhile`` is called while threads hash the file and the disk writes it.
 
     What comes from the store was compared when it was written, or is now. Where the store is on another file system, a
     layer that the folder has is copied there, by its server where that can, compared with its digest, and not used
@@ -314,7 +325,8 @@ def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -
                 store.check_blob(layer.digest)
                 partitions.append(store.partition(layer, is_checked=True))
         try:
-            write_sif(sif, partitions, header, on_bytes=progress.count, file_hash=file_digest, signature=signature)
+            with new_sif(sif, partitions, header, on_bytes=progress.count, file_hash=file_digest, signature=signature):
+                meanwhile()
             break
         except StoreError as error:
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else None

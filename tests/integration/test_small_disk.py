@@ -25,7 +25,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_disk_names_needed_bytes_and_folder(tmp_path: Path, small_disk: Path) -> None:
     out = small_disk / "x.sif"
-    full = rf"{out} cannot be written: {os.strerror(errno.ENOSPC)}; it takes 3.0 MB"
+    full = rf"{out} cannot be written: {os.strerror(errno.ENOSPC)}; it needs 3.0 MB"
     with pytest.raises(StoreError, match=full) as caught:
         make(out, blob(tmp_path / "a", bytes(3_000_000)))
     assert caught.value.hint and "-o" in caught.value.hint
