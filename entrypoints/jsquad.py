@@ -9,14 +9,11 @@ jsquad --smoke                           offline, in seconds, with or without a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.evaluation import frame, squad
 from ekiben_tasks.evaluation.settings import SquadSettings, check_squad
-from ekiben_tasks.task import command
-from ekiben_tasks.task.command import print_once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,31 +25,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SettingError: an option or a setting is wrong.
         TaskError: the data, the model or the output cannot be used.
     """
-    parser = frame.create_parser("jsquad", __doc__, SquadSettings, arguments)
-    parser.add_argument("--data", metavar="FILE", help="instead of the setting data")
-    parser.add_argument(
-        "--skip-invalid", action="store_true", help="count questions that are too long for the model as wrong"
+    scorer = frame.Scorer(
+        prog="jsquad",
+        doc=__doc__,
+        settings=SquadSettings,
+        data_option={"metavar": "FILE", "help": "instead of the setting data"},
+        invalid_help="count questions that are too long for the model as wrong",
+        sample="sample-squad.json",
+        check=check_squad,
+        find_data=_find_data,
+        describe=_describe,
+        smoke=_smoke,
+        evaluate=_evaluate,
     )
-    args = parser.parse_args(arguments)
-    if not args.dry_run:
-        command.start_processes(__file__, args.gpus, arguments)
-    settings = frame.read_settings(SquadSettings, args)
-    settings = replace(settings, data=args.data) if args.data else settings
-    check_squad(settings)
-    sample = command.recipe_folder(args.config, __file__) / "data" / "sample-squad.json"
-    if args.smoke:
-        from ekiben_tasks.evaluation import smoke
+    return scorer.run(__file__, arguments)
 
-        return smoke.smoke_squad(settings, sample)
-    file = sample if settings.data == "sample" else Path(settings.data).expanduser()
-    if args.dry_run:
-        questions = squad.read_questions(file)
-        print_once(f"data        {file}: {len(questions):,} questions; the first: {questions[0].question}")
-    frame.check_model(settings)
-    if args.dry_run:
-        print_once(f"model       {settings.adapter or settings.model}", "dry run     nothing was loaded or written")
-        return 0
-    return squad.evaluate(settings, file, skip=args.skip_invalid, overwrite=args.overwrite)
+
+def _find_data(settings: SquadSettings, sample: Path) -> tuple[Path, bool]:
+    return (sample if settings.data == "sample" else Path(settings.data).expanduser()), False
+
+
+def _describe(settings: SquadSettings, file: Path, skip: bool) -> str:
+    questions = squad.read_questions(file)
+    return f"{file}: {len(questions):,} questions; the first: {questions[0].question}"
+
+
+def _smoke(settings: SquadSettings, sample: Path) -> int:
+    from ekiben_tasks.evaluation import smoke
+
+    return smoke.smoke_squad(settings, sample)
+
+
+def _evaluate(settings: SquadSettings, file: Path, skip: bool, overwrite: bool) -> int:
+    return squad.evaluate(settings, file, skip=skip, overwrite=overwrite)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ perplexity --smoke                       offline, in seconds, with or without a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 
-from ekiben_tasks.data.sources import check_locations, parse_sources
+from ekiben_tasks.data.sources import Source, check_locations, parse_sources
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.evaluation import frame
 from ekiben_tasks.evaluation.settings import PerplexitySettings, check_perplexity
-from ekiben_tasks.task import command
-from ekiben_tasks.task.command import print_once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,35 +27,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SettingError: an option or a setting is wrong.
         TaskError: the data, the model or the output cannot be used.
     """
-    parser = frame.create_parser("perplexity", __doc__, PerplexitySettings, arguments)
-    parser.add_argument(
-        "--data", action="append", default=[], metavar="DATA", help="instead of the setting data; repeatable"
+    scorer = frame.Scorer(
+        prog="perplexity",
+        doc=__doc__,
+        settings=PerplexitySettings,
+        data_option={
+            "action": "append",
+            "default": [],
+            "metavar": "DATA",
+            "help": "instead of the setting data; repeatable",
+        },
+        invalid_help="leave invalid examples out instead of stopping",
+        sample="sample-texts.jsonl",
+        check=check_perplexity,
+        find_data=_find_data,
+        describe=_describe,
+        smoke=_smoke,
+        evaluate=_evaluate,
     )
-    parser.add_argument("--skip-invalid", action="store_true", help="leave invalid examples out instead of stopping")
-    args = parser.parse_args(arguments)
-    if not args.dry_run:
-        command.start_processes(__file__, args.gpus, arguments)
-    settings = frame.read_settings(PerplexitySettings, args)
-    settings = replace(settings, data=args.data) if args.data else settings
-    check_perplexity(settings)
-    sample = command.recipe_folder(args.config, __file__) / "data" / "sample-texts.jsonl"
-    if args.smoke:
-        from ekiben_tasks.evaluation import smoke
+    return scorer.run(__file__, arguments)
 
-        return smoke.smoke_perplexity(settings, sample)
+
+def _find_data(settings: PerplexitySettings, sample: Path) -> tuple[list[Source], bool]:
     data = settings.data if isinstance(settings.data, list) else [settings.data]
     sources = parse_sources([str(sample) if each == "sample" else each for each in data], 0.0)
-    frame.check_model(settings, uses_hub=check_locations(sources))
+    return sources, check_locations(sources)
 
+
+def _describe(settings: PerplexitySettings, sources: list[Source], skip: bool) -> str:
     from ekiben_tasks.evaluation import perplexity
 
-    if args.dry_run:
-        texts = perplexity.read_texts(settings, sources, skip=args.skip_invalid)
-        count = len(texts.plain if settings.counts == "texts" else texts.examples)
-        print_once(f"data        {count:,} {settings.counts}", f"model       {settings.adapter or settings.model}")
-        print_once("dry run     nothing was loaded or written")
-        return 0
-    return perplexity.evaluate(settings, sources, skip=args.skip_invalid, overwrite=args.overwrite)
+    texts = perplexity.read_texts(settings, sources, skip=skip)
+    return f"{len(texts.plain if settings.counts == 'texts' else texts.examples):,} {settings.counts}"
+
+
+def _smoke(settings: PerplexitySettings, sample: Path) -> int:
+    from ekiben_tasks.evaluation import smoke
+
+    return smoke.smoke_perplexity(settings, sample)
+
+
+def _evaluate(settings: PerplexitySettings, sources: list[Source], skip: bool, overwrite: bool) -> int:
+    from ekiben_tasks.evaluation import perplexity
+
+    return perplexity.evaluate(settings, sources, skip=skip, overwrite=overwrite)
 
 
 if __name__ == "__main__":

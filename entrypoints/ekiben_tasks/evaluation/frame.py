@@ -8,10 +8,10 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ekiben_tasks.task import adapter_folder, caches, command, files, input_files
 from ekiben_tasks.task import settings as options
@@ -45,6 +45,58 @@ class EvaluationSettings:
 
 
 S = TypeVar("S", bound=EvaluationSettings)
+Data = TypeVar("Data")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer(Generic[S, Data]):
+    """Describe a task that scores a model on data, which --data names.
+
+    sample: the file of the recipe's data/ that the setting data=sample names. find_data: get the settings and the
+    sample's path, and return the data and whether some of it is on the hub. describe: return a line about the data;
+    read it, and skip invalid examples with the last argument. smoke: test with a tiny model. evaluate: get the
+    settings, the data, skip and overwrite, and return the exit code.
+    """
+
+    prog: str
+    doc: str | None
+    settings: type[S]
+    data_option: dict[str, Any]  # of the parser
+    invalid_help: str
+    sample: str
+    check: Callable[[S], None]
+    find_data: Callable[[S, Path], tuple[Data, bool]]
+    describe: Callable[[S, Data, bool], str]
+    smoke: Callable[[S, Path], int]
+    evaluate: Callable[[S, Data, bool, bool], int]
+
+    def run(self, script: str, arguments: Sequence[str] | None) -> int:
+        """Run the task and return its exit code; with --gpus above 1, replace this process by the launcher.
+
+        script: the task's file. arguments: the command line without the program's name; None: that of this process.
+
+        Raises:
+            SettingError: an option or a setting is wrong.
+            TaskError: the data, the model or the output cannot be used.
+        """
+        parser = create_parser(self.prog, self.doc, self.settings, arguments)
+        parser.add_argument("--data", **self.data_option)
+        parser.add_argument("--skip-invalid", action="store_true", help=self.invalid_help)
+        args = parser.parse_args(arguments)
+        if not args.dry_run:
+            command.start_processes(script, args.gpus, arguments)
+        settings = read_settings(self.settings, args)
+        self.check(settings)
+        sample = command.recipe_folder(args.config, script) / "data" / self.sample
+        if args.smoke:
+            return self.smoke(settings, sample)
+        data, uses_hub = self.find_data(settings, sample)
+        check_model(settings, uses_hub=uses_hub)
+        if args.dry_run:
+            print_once(f"data        {self.describe(settings, data, args.skip_invalid)}")
+            print_once(f"model       {settings.adapter or settings.model}", "dry run     nothing was loaded or written")
+            return 0
+        return self.evaluate(settings, data, args.skip_invalid, args.overwrite)
 
 
 def create_parser(
@@ -73,7 +125,8 @@ def read_settings(settings: type[S], args: argparse.Namespace) -> S:
         SettingError: a setting is wrong, or the model is named twice.
     """
     loaded = options.load(settings, args.config, args.set)
-    loaded = replace(loaded, **{name: value for name in ("model", "adapter", "output") if (value := vars(args)[name])})
+    named = ("model", "adapter", "output", "data")
+    loaded = replace(loaded, **{name: value for name in named if (value := vars(args).get(name))})
     if args.model and loaded.adapter:
         raise SettingError(
             f"--model {args.model}: the adapter {loaded.adapter} names a base model; leave --model out, or the"

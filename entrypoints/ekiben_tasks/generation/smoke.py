@@ -19,6 +19,7 @@ from ekiben_tasks.generation.settings import ChatSettings, GenerateSettings
 from ekiben_tasks.models import load, tiny
 from ekiben_tasks.models.adapter import load_ready
 from ekiben_tasks.models.device import choose_device
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.command import check_smoke
 from ekiben_tasks.task.errors import TaskError
 
@@ -26,14 +27,15 @@ from ekiben_tasks.task.errors import TaskError
 def smoke_chat(settings: ChatSettings, sample: Path) -> int:
     """Ask a tiny random model, check its answers, and return 0.
 
-    sample: the JSONL file on which its tokenizer is trained.
+    sample: the JSONL file whose lines its tokenizer is trained on, whatever their columns are.
 
     Raises:
         TaskError: a check failed.
     """
     load.silence_warnings()
+    lines = [input_files.decode(line) for _, line in input_files.read_lines(sample, "build the image again")]
     with tempfile.TemporaryDirectory(prefix="ekiben-smoke-") as scratch:
-        tiny.make_model(Path(scratch), tiny.sample_texts(sample, settings.form), "llama")
+        tiny.make_model(Path(scratch), lines, "llama")
         model, tokenizer = load_ready(scratch, "", choose_device(_device()))
     form = apply_format(tokenizer, settings.form)
     greedy = replace(settings, temperature=0.0, max_new_tokens=16)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
@@ -108,3 +109,14 @@ def test_importing_a_command_imports_no_heavy_library(command: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ENTRYPOINTS)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_scores_need_nothing_of_the_harness_and_find_their_samples() -> None:
+    """The tasks that several recipes have: each ships the sample that the task reads, and finetune has no lm-eval."""
+    samples = {"jsquad.py": "data/sample-squad.json", "perplexity.py": "data/sample-texts.jsonl"}
+    recipes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in ROOT.glob("recipes/*/recipe.yaml")]
+    owners = {name: [one for one in recipes if name in str(one["tasks"])] for name in samples}
+    assert all({"evaluate", "finetune"} <= {one["name"] for one in named} for named in owners.values())
+    assert [one["name"] for name, named in owners.items() for one in named if samples[name] not in one["data"]] == []
+    paths = [*LIBRARY.rglob("*.py"), *(ROOT / "entrypoints" / name for name in samples)]
+    assert "lm_eval" not in {name.partition(".")[0] for path in paths for name in imports_of(path)}
