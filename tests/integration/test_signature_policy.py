@@ -17,6 +17,7 @@ from ekiben.core.pgp_key import Key, SignaturePolicy
 from ekiben.core.progress import Progress
 from ekiben.formats.sif import SIGNATURE, SifHeader, Signature, add_signatures, read_sif, signed_message
 from ekiben.run.image import NamedImage, SifState
+from ekiben.run.jobs.images import read_tasks
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.script import script
@@ -257,7 +258,7 @@ def test_file_that_was_exchanged_before_the_start_is_refused(
 
 def submitted(image: NamedImage, folder: Path, **options: object) -> str:
     request = JobRequest(**options)  # type: ignore[arg-type]
-    run = plan(image, ["true"], request, scheduler="slurm", site=None, runs=folder / "runs")
+    run = plan(image, read_tasks(image, ["true"]), request, scheduler="slurm", site=None, runs=folder / "runs")
     return script(run, run.steps[0])
 
 

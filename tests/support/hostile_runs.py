@@ -107,10 +107,11 @@ def record(recipe: Path) -> dict[str, Any]:
         "processes": 1,
         "resource_args": [],
         "seeds": [],
+        "image": {"name": "other", "recipe_path": str(recipe), "sif": "/nowhere/other.sif", "sif_state": None},
     }
     return {
         "format": 3,
-        "recipe": "hello",
+        "image": "hello",
         "recipe_path": str(recipe),
         "request": request,
         "scheduler": "slurm",

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ekiben.run.jobs.plan import JobPlan, plan
+from ekiben.run.jobs.plan import JobPlan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.runs import _new_run
 from ekiben.spec.recipe import Recipe, RecipeFile, TaskFile
-from support.job_plans import image_of_recipe
+from support.job_plans import image_of_recipe, plan_run
 from support.programs import write_program
 from support.small_sifs import small_sif
 
@@ -46,7 +46,7 @@ class Node:
     sif: Path
 
     def plan(self, *args: str, **request: Any) -> JobPlan:
-        return plan(
+        return plan_run(
             image_of_recipe(RECIPE, self.sif),
             args,
             JobRequest(**request),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ekiben.run.image import NamedImage
+from ekiben.run.jobs.images import read_tasks
 from ekiben.run.jobs.plan import JobPlan, plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.script import script
-from ekiben.run.site import find_site
+from ekiben.run.site import Site, find_site
 from ekiben.spec.recipe import Recipe, RecipeFile, TaskFile
 
 TASKS = {
@@ -25,8 +27,21 @@ def image_of_recipe(recipe: Recipe, sif: Path) -> NamedImage:
     return NamedImage(name=recipe.name, sif=sif, tasks=tasks, recipe=recipe, build_args=recipe.name)
 
 
+def plan_run(
+    image: NamedImage,
+    argv: Sequence[str],
+    request: JobRequest,
+    *,
+    runs: Path,
+    scheduler: str = "slurm",
+    site: Site | None = None,
+) -> JobPlan:
+    """Plan the tasks of a command line, all of them in one image."""
+    return plan(image, read_tasks(image, argv), request, scheduler=scheduler, site=site, runs=runs)
+
+
 def made(*args: str, scheduler: str = "slurm", site: str | None = None, **wanted: Any) -> JobPlan:
-    return plan(
+    return plan_run(
         image_of_recipe(RECIPE, Path("/images/mine.sif")),
         args,
         JobRequest(**wanted),

@@ -40,7 +40,8 @@ class StatusResult:
             again = f"  (start {job.resubmitted + 1})" if job.resubmitted else ""
             again = f"  (attempt {job.attempt})" + again if job.attempt > 1 else again
             began = f"  started {job.started}" if job.started and job.started != "N/A" else ""
-            yield f"{job.run}  {job.job:<12}  {job.id:<8}  {job.state:<9}  {job.detail}{began}{again}".rstrip()
+            image = f"  image {job.image}" if job.names_image else ""
+            yield f"{job.run}  {job.job:<12}  {job.id:<8}  {job.state:<9}  {job.detail}{began}{again}{image}".rstrip()
 
 
 @click.command("status", cls=Command, help=__doc__)

@@ -1,7 +1,8 @@
 """Submit a task to Slurm, Grid Engine, PBS or OAR.
 
 It runs on one node or several. A job checkpoints before its walltime ends and goes back into the queue until it is
-done. Options come before IMAGE (see `ekiben run --help`); what follows TASK is the task's.
+done. Options come before IMAGE (see `ekiben run --help`); what follows TASK is the task's. After + the next task
+follows, of IMAGE or of another one.
 
 \b
 Examples:
@@ -12,6 +13,7 @@ Examples:
   ekiben submit --dry-run --output my-run lora-opencalm train; sbatch my-run/1-train.sh
   ekiben submit --again 1234
   ekiben submit --gpus-per-node 1 lora-opencalm train --data rows.jsonl + merge --adapter result/adapter
+  ekiben submit --gpus-per-node 1 finetune train --data rows.jsonl + evaluate:evaluate --adapter result/adapter
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import records
 from ekiben.run.jobs import runs as jobs
 from ekiben.run.jobs import states as job_states
+from ekiben.run.jobs.images import PlannedImage, read_tasks, split_reference
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds
 from ekiben.run.jobs.script import environment_text, job_program, script
 from ekiben.run.launch import Target
@@ -127,7 +130,7 @@ class WrittenRun:
 
 @click.command("submit", cls=TaskCommand, help=__doc__)
 @click.argument("image", metavar="IMAGE", required=False, type=RecipeType())
-@click.argument("argv", nargs=-1, metavar="TASK [ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
+@click.argument("argv", nargs=-1, metavar="TASK [ARGS… [+ [IMAGE:]TASK ARGS…]]", type=click.UNPROCESSED)
 @click.option("--scheduler", type=_SCHEDULER, help="Default: the site's, else the one on this machine.")
 @click.option(
     "--site",
@@ -286,7 +289,10 @@ def command(
         )
     options = ImageOptions(included=included, sif=sif)
     rebuild = Rebuild(build, sync)
-    named = _image_of(context, image, options, rebuild, live=resource_options["live"], force=force)
+    preparation = _Preparation(context, rebuild, live=resource_options["live"], force=force)
+    named = preparation.image_of(image, options)
+    further = ImageOptions(included=included)
+    tasks = read_tasks(named, argv, lambda other: preparation.image_of(other, further, is_further=True))
     profile = find_site(site) if site else None
     request = JobRequest(
         time_seconds=seconds_of(walltime) if walltime else None,
@@ -298,27 +304,39 @@ def command(
     request = request_with_defaults(context, request, profile)
     if scheduler:
         log_decision("scheduler", scheduler, "--scheduler")
-    run = planning.plan(named, argv, request, scheduler=scheduler or scheduler_of(profile), site=profile, runs=runs)
+    run = planning.plan(named, tasks, request, scheduler=scheduler or scheduler_of(profile), site=profile, runs=runs)
     _submit(context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
 
 
-def _image_of(
-    context: Context, reference: str, options: ImageOptions, rebuild: Rebuild, *, live: bool, force: bool
-) -> NamedImage:
-    """Find the image to submit; build it first, or say what was edited since it was built."""
-    image = find_named(context, reference, options)
-    rebuild.refuse_ignored("submits")
-    is_configured = (
-        image.recipe is not None and options.sif is None and not click.get_current_context().params["dry_run"]
-    )
-    is_built = rebuild.is_asked or (is_configured and wants_sync(context, False))
-    if is_built:
-        recipe = buildable(image, rebuild)
-        build_image(context, RecipeOptions(included=options.included), recipe, "sif", sync=rebuild.sync)
-    image = _checked(image, force=force)
-    if not is_built and image.sif.is_file() and options.sif is None:
-        warn_of_edits(context, image, Target("", str(image.sif)), live=live)
-    return _with_sha256(context, image)
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """What is done with each image before a run is planned: see the options of these names."""
+
+    context: Context
+    rebuild: Rebuild
+    live: bool
+    force: bool
+
+    def image_of(self, reference: str, options: ImageOptions, *, is_further: bool = False) -> NamedImage:
+        """Find an image to submit; build it first, or print what was edited since it was built.
+
+        ``is_further``: a step names it, beside the run's image; it is built where it is a recipe's.
+        """
+        image, rebuild = find_named(self.context, reference, options), self.rebuild
+        rebuild.refuse_ignored("submits")
+        if is_further and image.recipe is None:
+            rebuild = Rebuild(build=False, sync=False)
+        is_configured = (
+            image.recipe is not None and options.sif is None and not click.get_current_context().params["dry_run"]
+        )
+        is_built = rebuild.is_asked or (is_configured and wants_sync(self.context, False))
+        if is_built:
+            recipe = buildable(image, rebuild)
+            build_image(self.context, RecipeOptions(included=options.included), recipe, "sif", sync=rebuild.sync)
+        image = _checked(image, force=self.force)
+        if not is_built and image.sif.is_file() and options.sif is None:
+            warn_of_edits(self.context, image, Target("", str(image.sif)), live=self.live)
+        return _with_sha256(self.context, image)
 
 
 def _at(run: planning.JobPlan, output: Path | None) -> planning.JobPlan:
@@ -381,13 +399,22 @@ def _plan_again(
     names = set(before.record.request.env) if before.record.request else set[str]()
     known = [word for word in (*defaults, *env) if word.partition("=")[0] in names]
     argv, request = jobs.request_again(before, known)
-    recipe, sif = before.record.recipe_path, before.record.sif
-    if recipe and not (recipe / "recipe.yaml").is_file():
-        raise UsageError(f"{before.folder.name}: its recipe is no longer in {recipe}")
-    image = find(f"{recipe}/", sif) if recipe else find(str(sif), None)
+
+    def find_recorded(record: records.ImageRecord) -> NamedImage:
+        recipe, sif = record.recipe_path, record.sif
+        if recipe and not (recipe / "recipe.yaml").is_file():
+            raise UsageError(f"{before.folder.name}: its recipe is no longer in {recipe}")
+        image = find(f"{recipe}/", sif) if recipe else find(str(sif), None)
+        return _with_recorded_sha256(image, record.sif_state)
+
+    images = {split_reference((step.argv or ("",))[0])[0]: step.image for step in before.record.steps if step.image}
+    named = {split_reference((step.argv or ("",))[0])[0] for step in before.record.steps}
+    if any(record.sif is None for record in images.values()) or named - {"", *images}:
+        raise UsageError(f"{before.folder / records.RECORD}: has too little in it to be submitted again")
+    image = find_recorded(before.record.image)
     return planning.plan(
-        _with_recorded_sha256(image, before.record.sif_state),
-        argv,
+        image,
+        read_tasks(image, argv, lambda reference: find_recorded(images[reference])),
         request,
         scheduler=before.record.scheduler,
         site=profile,
@@ -414,11 +441,14 @@ def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool,
         context.print(SubmitPreview(run.folder, scripts, job_program()))
         return
     profile = run.site
-    if profile and run.sif.is_file() and not force:
+    is_complete = all(image.sif.is_file() for image in run.images)
+    if profile and is_complete and not force:
         from ekiben.cli.commands._findings import check_compute_nodes  # imported here: needs doctor's rules
 
-        check_compute_nodes(context, profile.file, run.sif, gpu=any(step.gpus for step in run.steps))
-    if run.sif.is_file() and not force:
+        for image in run.images:
+            uses_gpus = any(step.gpus for step in run.steps if step.image is image)
+            check_compute_nodes(context, profile.file, image.sif, gpu=uses_gpus)
+    if is_complete and not force:
         _preflight(context, run)
     ids = jobs.submit(run)
     ctx = click.get_current_context()
@@ -436,37 +466,47 @@ def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool,
 
 
 def _preflight(context: Context, run: planning.JobPlan) -> None:
-    """Check that the image has the tasks, and that each one whose inputs are there takes its arguments."""
+    """Check that the images have the tasks, and that each one whose inputs are there takes its arguments."""
     from ekiben.doctor.preflight import (  # imported here: needed by a submission only
         JobTask,
         PlannedGpus,
-        check_image_of,
         try_arguments,
         untried_reason,
     )
 
-    scripts = check_image_of(run.sif, run.image, [step.argv[0] for step in run.steps])
-    mounts: Mapping[str, Path] = {}
-    if run.live and run.image.recipe:
-        recipe, mounts = run.image.recipe, live_files(run.image.recipe).mounts
-        entrypoints = {name: recipe.task(name).entrypoint for name in scripts}
-        scripts = {
-            name: read_regular(run.live.files[f"entrypoints/{entrypoint}"])
-            for name, entrypoint in entrypoints.items()
-            if entrypoint
-        }
+    scripts = {id(image): _scripts_of(run, image) for image in run.images}
     environment = {**context.environment, **dict(word.split("=", 1) for word in run.request.env if "=" in word)}
     earlier: list[list[str]] = []
     for step in run.steps:
         argv = [word.replace(planning.SEED, step.seeds[0]) if step.seeds else word for word in step.argv]
-        if script := scripts.get(argv[0]):
+        image, (texts, mounts) = step.image, scripts[id(step.image)]
+        if script := texts.get(argv[0]):
             task = JobTask(argv, script, PlannedGpus(*_gpus_of(run, step)), tuple(earlier), mounts)
             reason = untried_reason(task)
             if reason is None:
-                try_arguments(run.sif, task, environment, context.log, run.image.signature)
+                try_arguments(image.sif, task, environment, context.log, image.named.signature)
             elif len(run.steps) > 1:
                 context.log(f"{step.name} is not tried: {reason}")
         earlier.append(argv)
+
+
+def _scripts_of(run: planning.JobPlan, image: PlannedImage) -> tuple[Mapping[str, bytes], Mapping[str, Path]]:
+    """Return the entrypoints of an image's tasks, and the mounts that replace files of it. Raises UsageError for a task
+    that it lacks.
+    """
+    from ekiben.doctor.preflight import check_image_of
+
+    scripts = check_image_of(image.sif, image.named, [step.argv[0] for step in run.steps if step.image is image])
+    recipe = image.named.recipe
+    if not image.live or not recipe:
+        return scripts, {}
+    entrypoints = {name: recipe.task(name).entrypoint for name in scripts}
+    current = {
+        name: read_regular(image.live.files[f"entrypoints/{entrypoint}"])
+        for name, entrypoint in entrypoints.items()
+        if entrypoint
+    }
+    return current, live_files(recipe).mounts
 
 
 def _gpus_of(run: planning.JobPlan, step: planning.JobStep) -> tuple[int, str | None]:

@@ -48,10 +48,34 @@ _MINIMUM = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """A step of a run. ``argv`` is None where an earlier version recorded none."""
+class ImageRecord:
+    """The image of a run, or of a step that has another one. None: not recorded, or there was none."""
 
     name: str
+    recipe_path: Path | None
+    sif: Path | None
+    sif_state: SifState | None
+
+    @classmethod
+    def parse(cls, record: Fields, name: str) -> ImageRecord:
+        """Raises ValueError for what is wrong. ``name``: the field with the image's name."""
+        return cls(
+            name=_text(record.text(name), record, name) if name in record else "",
+            recipe_path=_path(record, "recipe_path"),
+            sif=_path(record, "sif"),
+            sif_state=_parse_state(record.object("sif_state")) if "sif_state" in record else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A step of a run. ``argv`` is None where an earlier version recorded none.
+
+    ``image``: that of a step which names one, as the first word of its ``argv`` does; None: the run's.
+    """
+
+    name: str
+    image: ImageRecord | None
     nodes: int
     argv: tuple[str, ...] | None
     seeds: tuple[str, ...]
@@ -61,6 +85,7 @@ class StepRecord:
         """Raises ValueError for what is wrong."""
         return cls(
             name=step.matching("name", _STEP, "a step's name (its number, '-', and a task)"),
+            image=ImageRecord.parse(step.object("image"), "name") if "image" in step else None,
             nodes=_count(step, "nodes") if "nodes" in step else 1,
             argv=_texts(step, "argv", lines=True) if "argv" in step else None,
             seeds=_texts(step, "seeds"),
@@ -78,10 +103,8 @@ class RunRecord:
 
     format: int
     scheduler: str
-    recipe_path: Path | None
+    image: ImageRecord
     site_path: Path | None
-    sif: Path | None
-    sif_state: SifState | None
     work: Path | None
     request: JobRequest | None
     steps: tuple[StepRecord, ...]
@@ -110,11 +133,9 @@ class RunRecord:
             format=format,
             scheduler=scheduler,
             steps=steps,
-            recipe_path=_path(record, "recipe_path"),
+            image=ImageRecord.parse(record, "image"),
             site_path=_path(record, "site_path"),
-            sif=_path(record, "sif"),
             work=_path(record, "work"),
-            sif_state=_parse_state(record.object("sif_state")) if "sif_state" in record else None,
             request=_parse_request(record.object("request")) if "request" in record else None,
             by_hand=record.data.get("by_hand") is True,
         )

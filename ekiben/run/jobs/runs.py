@@ -1,13 +1,14 @@
 """Runs: write, submit, submit again and cancel them. records.py reads them, states.py asks for their jobs' states.
 
 A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `job.sh` (what all
-scripts do), `live/` (of --live: the recipe's scripts as they were), `launch_node.py` and `launch_network.py` (start the
-processes on a node, inside the container), `environment` (what it gets of this shell's, tokens too: for its owner only,
-and removed when all jobs have ended), `key` (by which the launchers know each other), `run.json`. Of every job, whose
-name is the step's, or `1-train.2` in an array: `.exit` (the exit code, once it is over), `.times` (how often it went
-back into the queue), `.attempt` (which one this is, where an ended job's script was submitted again), `.job` (its
-newest id; of an array, `1-train.array` has the array's), `.processes` (how many on each node), `.ranks/3.log` (what one
-of several processes wrote), `.cancelled`. A job script needs bash and Apptainer or SingularityCE on the compute nodes.
+scripts do), `live/` (of --live: the recipe's scripts as they were; `live-2/`: those of another image's),
+`launch_node.py` and `launch_network.py` (start the processes on a node, inside the container), `environment` (what it
+gets of this shell's, tokens too: for its owner only, and removed when all jobs have ended), `key` (by which the
+launchers know each other), `run.json`. Of every job, whose name is the step's, or `1-train.2` in an array: `.exit` (the
+exit code, once it is over), `.times` (how often it went back into the queue), `.attempt` (which one this is, where an
+ended job's script was submitted again), `.job` (its newest id; of an array, `1-train.array` has the array's),
+`.processes` (how many on each node), `.ranks/3.log` (what one of several processes wrote), `.cancelled`. A job script
+needs bash and Apptainer or SingularityCE on the compute nodes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from ekiben.core.files import open_regular
 from ekiben.core.folder import Folder
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.formats.sif import read_sif
+from ekiben.run.jobs.images import PlannedImage
 from ekiben.run.jobs.plan import JobPlan, JobStep
 from ekiben.run.jobs.records import RECORD, RECORD_FORMAT, Run
 from ekiben.run.jobs.request import JobRequest
-from ekiben.run.jobs.script import JOB_PROGRAM, LIVE, environment_text, job_program, script
+from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, job_program, script
 from ekiben.run.jobs.states import IDS_AT_ONCE, status
 from ekiben.run.schedulers import Scheduler, load
 from ekiben.spec.recipe import LAUNCHER
@@ -44,7 +46,7 @@ def submit(plan: JobPlan) -> dict[str, str]:
 
     Raises SchedulerError when the scheduler refuses one; then nothing is left in the queue.
     """
-    _check_image(plan)
+    _check_images(plan)
     scheduler = load(plan.scheduler)
     if reason := scheduler.unavailable():
         raise EngineError(f"{scheduler.TITLE} cannot be used here: {reason}")
@@ -54,14 +56,16 @@ def submit(plan: JobPlan) -> dict[str, str]:
 
 def write(plan: JobPlan) -> None:
     """Write the run's folder, whose scripts are submitted by hand. Raises UsageError where it cannot be written."""
-    _check_image(plan)
+    _check_images(plan)
     with _new_run(plan):
         pass
 
 
-def _check_image(plan: JobPlan) -> None:
-    if not plan.sif.is_file():
-        raise UsageError(f"{plan.sif} is not there", hint=f"{plan.image.build_hint}, or --sif PATH")
+def _check_images(plan: JobPlan) -> None:
+    for image in plan.images:
+        if not image.sif.is_file():
+            hint = f"{image.named.build_hint}, or --sif PATH" if image is plan.image else image.named.build_hint
+            raise UsageError(f"{image.sif} is not there", hint=hint)
 
 
 def _submit_steps(plan: JobPlan, scheduler: Scheduler, runs: Folder, folder: Folder) -> dict[str, str]:
@@ -116,11 +120,12 @@ def _write_files(plan: JobPlan, folder: Folder, scripts: Mapping[str, str], envi
     for path in (PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER):
         _write_file(folder, path.name, path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777)
     _write_file(folder, JOB_PROGRAM, job_program(), 0o644)
-    if plan.live:
-        folder.new_folder(LIVE)
-        with folder.folder(LIVE) as copies:
-            for inside, path in plan.live.files.items():
-                _copy_file(copies, inside, path)
+    for image in plan.images:
+        if image.live:
+            folder.new_folder(image.live_folder)
+            with folder.folder(image.live_folder) as copies:
+                for inside, path in image.live.files.items():
+                    _copy_file(copies, inside, path)
     for name, text in scripts.items():
         _write_file(folder, f"{name}.sh", text, 0o755)
     _write_file(folder, "key", secrets.token_hex(16), 0o600)
@@ -156,32 +161,45 @@ def _copy_file(folder: Folder, inside: str, path: Path) -> None:
 
 def _record(plan: JobPlan) -> dict[str, Any]:
     """Return the content of run.json."""
-    sif_id = None
-    with contextlib.suppress(StoreError):  # a SIF of another program, which a runtime may read
-        sif_id = read_sif(plan.sif).id
+    name, image = plan.image.named.name, _image_record(plan.image)
     return {
         "format": RECORD_FORMAT,
-        "image": plan.image.name,
-        "recipe_path": str(plan.image.recipe.folder.absolute()) if plan.image.recipe else None,
+        "image": name,
+        **image,
         "request": _request_record(plan.request),
         "scheduler": plan.scheduler,
         "site": plan.site.name if plan.site else None,
         "site_path": str(plan.site.path.absolute()) if plan.site else None,
-        "sif": str(plan.sif),
-        "sif_id": sif_id,
-        "sif_state": asdict(plan.sif_state) if plan.sif_state else None,
         "work": str(Path.cwd()),
         **({"by_hand": True} if plan.by_hand else {}),
-        **({"live": plan.live.origin} if plan.live else {}),
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "steps": [_step_record(step) for step in plan.steps],
     }
 
 
+def _image_record(image: PlannedImage) -> dict[str, Any]:
+    """Return the fields about an image."""
+    sif_id = None
+    with contextlib.suppress(StoreError):  # a SIF of another program, which a runtime may read
+        sif_id = read_sif(image.sif).id
+    recipe = image.named.recipe
+    return {
+        "recipe_path": str(recipe.folder.absolute()) if recipe else None,
+        "sif": str(image.sif),
+        "sif_id": sif_id,
+        "sif_state": asdict(image.state) if image.state else None,
+        **({"live": image.live.origin} if image.live else {}),
+    }
+
+
 def _step_record(step: JobStep) -> dict[str, Any]:
+    """Return the content of run.json about a step; of one with another image than the run's, with that image."""
+    task, *arguments = step.argv
+    image = {"image": {"name": step.image.named.name, **_image_record(step.image)}} if step.reference else {}
     return {
         "name": step.name,
-        "argv": step.argv,
+        "argv": [f"{step.reference}:{task}" if step.reference else task, *arguments],
+        **image,
         "nodes": step.nodes,
         "gpus": step.gpus,
         "processes": step.processes,
@@ -205,7 +223,7 @@ def request_again(run: Run, env: Sequence[str] = ()) -> tuple[list[str], JobRequ
     record, arguments = run.record, [step.argv for step in run.record.steps]
     if record.format < RECORD_FORMAT:
         raise UsageError(f"{run.folder} was submitted by an earlier version, which did not record what it requested")
-    if not record.request or not record.sif or not all(arguments):
+    if not record.request or not record.image.sif or not all(arguments):
         raise UsageError(f"{run.folder / RECORD}: has too little in it to be submitted again")
     argv = [word for step in arguments for word in ("+", *(step or ()))][1:]
     values = {word.partition("=")[0]: word for word in (*record.request.env, *env)}
@@ -213,12 +231,15 @@ def request_again(run: Run, env: Sequence[str] = ()) -> tuple[list[str], JobRequ
 
 
 def check_same_image(run: Run, plan: JobPlan) -> None:
-    """Raise UsageError when the image of ``run`` was replaced."""
-    if plan.sif_state and run.record.sif_state and not run.record.sif_state.is_same(plan.sif):
-        raise UsageError(
-            f"{plan.sif} was changed since {run.folder.name} was submitted",
-            hint="--force submits with the image that is there now",
-        )
+    """Raise UsageError when an image of ``run`` was replaced."""
+    steps = zip(plan.steps, run.record.steps, strict=False)
+    pairs = [(plan.image, run.record.image), *((step.image, known.image) for step, known in steps if known.image)]
+    for image, known in pairs:
+        if image.state and known.sif_state and not known.sif_state.is_same(image.sif):
+            raise UsageError(
+                f"{image.sif} was changed since {run.folder.name} was submitted",
+                hint="--force submits with the image that is there now",
+            )
 
 
 def cancel(run: Run, only: Sequence[str] = ()) -> list[str]:

@@ -15,13 +15,13 @@ from ekiben.core.paths import RECIPE_HOME
 from ekiben.run.contract import folders_to_bind, passes, shell_functions
 from ekiben.run.copy_local import copy_name
 from ekiben.run.image import SifState
+from ekiben.run.jobs.images import PlannedImage
 from ekiben.run.jobs.plan import SEED, JobPlan, JobStep
 from ekiben.run.live import VARIABLE
 from ekiben.run.schedulers import JobScriptHooks, Request, load, local_folders, variables
 from ekiben.run.site import Site
 
 JOB_PROGRAM = "job.sh"
-LIVE = "live"  # the folder of a run that has copies of a recipe's scripts
 
 
 def job_program() -> str:
@@ -34,7 +34,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
     scheduler = load(plan.scheduler)
     seconds = plan.request.time_seconds or _default_seconds(plan.site)
     request = Request(
-        name=f"{plan.image.name}-{step.name.partition('-')[2]}",
+        name=f"{step.image.named.name}-{step.name.partition('-')[2]}",
         nodes=step.nodes,
         args=[*step.resource_args, *plan.directives],
         seconds=seconds,
@@ -62,8 +62,8 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"run={quote(str(plan.folder))}",
         f"step={quote(step.name)}",
         "script=$run/$step.sh",
-        f"image={quote(str(plan.sif))}",
-        *_state_lines(plan),
+        f"image={quote(str(step.image.sif))}",
+        *_state_lines(step.image, check_digest=plan.request.check_digest),
         f"work={quote(str(Path.cwd()))}",
         f"processes={step.processes or ''}",
         f"planned_gpus={step.gpus}",
@@ -76,7 +76,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"steps_before=({quote_all(before)})",
         f"run_jobs=({quote_all(job for item in plan.steps for job in item.jobs)})",
         f"binds=({quote_all(_binds(plan, step))})",
-        f"live={quote(plan.live.origin) if plan.live else ''}",
+        f"live={quote(step.image.live.origin) if step.image.live else ''}",
         f"seeds=({quote_all(step.seeds)})",
         # A function: $seed has its value on the node only.
         f"set_task() {{ task=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in step.argv)}); }}",
@@ -90,16 +90,16 @@ def script(plan: JobPlan, step: JobStep) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _state_lines(plan: JobPlan) -> list[str]:
+def _state_lines(image: PlannedImage, *, check_digest: bool) -> list[str]:
     """Return the attributes of the image that the job checks; empty ones match any image."""
-    state = plan.sif_state or SifState()
-    needed = state.sha256 if plan.image.signature else ""  # jobs do not check a signature, but the file by this
+    state = image.state or SifState()
+    needed = state.sha256 if image.named.signature else ""  # jobs do not check a signature, but the file by this
     return [
         f"image_stat={quote(state.stat)}",
         f"image_header={state.header}",
         f"image_sha256={state.sha256}",
-        f"check_digest={'yes' if plan.request.check_digest else ''}",
-        f"image_copy={quote(copy_name(plan.sif, needed)) if plan.sif_state else ''}",
+        f"check_digest={'yes' if check_digest else ''}",
+        f"image_copy={quote(copy_name(image.sif, needed)) if image.state else ''}",
     ]
 
 
@@ -167,7 +167,8 @@ def _folders(plan: JobPlan, step: JobStep) -> list[str]:
 
 def _binds(plan: JobPlan, step: JobStep) -> list[str]:
     """Return the options that bind folders: the user's, and the copies of --live instead of the image's."""
-    live = bind_args(plan.folder / LIVE, RECIPE_HOME, read_only=True) if plan.live else []
+    image = step.image
+    live = bind_args(plan.folder / image.live_folder, RECIPE_HOME, read_only=True) if image.live else []
     return [*live, *(word for folder in _folders(plan, step) for word in bind_args(folder))]
 
 

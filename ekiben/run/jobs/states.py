@@ -20,7 +20,10 @@ _POLL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """A job as `status` shows it. ``state``: queued, running, held, done, failed, skipped, cancelled or lost."""
+    """A job as `status` shows it. ``state``: queued, running, held, done, failed, skipped, cancelled or lost.
+
+    ``image``: its name, "" where that was not recorded; ``names_image``: the job's step names it, beside the run's.
+    """
 
     run: str
     job: str
@@ -31,6 +34,8 @@ class JobStatus:
     exit_code: int | None
     started: str = ""
     attempt: int = 1
+    image: str = ""
+    names_image: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -130,7 +135,7 @@ def job_status(
 
     failed_before: the first job of the run before it that failed.
     """
-    run, index = files.run, files.run.elements[job][1]
+    run, (step, index) = files.run, files.run.elements[job]
     code = files.exit_code(job)
     queued = (queue.get((id, index)) or queue.get((id, 0))) if id else None
     started = ""
@@ -147,7 +152,7 @@ def job_status(
     elif failed_before:
         state, detail = "skipped", f"{failed_before} failed"
     elif not id and run.record.by_hand:
-        state, detail = "queued", f"not started: {run.folder / run.elements[job][0].name}.sh is submitted by hand"
+        state, detail = "queued", f"not started: {run.folder / step.name}.sh is submitted by hand"
     elif not id:
         state, detail = "lost", f"no job's id is in {job}.job"
     else:
@@ -162,6 +167,8 @@ def job_status(
         exit_code=code,
         started=started,
         attempt=files.attempt(job),
+        image=(step.image or run.record.image).name,
+        names_image=step.image is not None,
     )
 
 

@@ -21,11 +21,10 @@ from ekiben.formats.sif import SifHeader, sif_id, write_sif
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.upper import Changes
 from ekiben.run.image import NamedImage, RequiredSignature, SifState
-from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.site import find_site
 from ekiben.spec.recipe import find_recipe
-from support.job_plans import RECIPE, image_of_recipe
+from support.job_plans import RECIPE, image_of_recipe, plan_run
 from support.sample_recipe import RunCli
 
 TRAIN = """\
@@ -147,7 +146,7 @@ def test_planned_gpus_come_from_site_profile() -> None:
         request = JobRequest(nodes=nodes, gpus_per_node=gpus, account="lab", time_seconds=3600)
         profile = find_site(site)
         assert profile.file.scheduler
-        job = plan(
+        job = plan_run(
             image_of_recipe(recipe, Path("/x.sif")),
             ["train"],
             request,
@@ -222,7 +221,7 @@ def test_submit_tries_each_task_whose_inputs_exist(
     argv = ["train", "--output", "a", "+", "train", "--data", "a/x", "+", "train", "--frob"]
     profile = find_site("slurm-l4")
     assert profile.file.scheduler
-    job = plan(
+    job = plan_run(
         image_of_recipe(find_recipe("finetune"), sif),
         argv,
         JobRequest(nodes=1, gpus_per_node=None, account="lab", time_seconds=3600),

@@ -18,9 +18,9 @@ from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
 from ekiben.run.copy_local import copy_local, copy_name, local_folder
 from ekiben.run.image import NamedImage, RequiredSignature, sif_state
-from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.script import script
+from support.job_plans import plan_run
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_copy_that_was_made_without_a_checksum_is_not_that_of_a_signed_image(sif
     names = []
     for signature in (None, RequiredSignature("require_signature in config.yaml", sif_state)):
         image = replace(_image(sif), signature=signature)
-        run = plan(image, ["train"], request, scheduler="slurm", site=None, runs=tmp_path / "runs")
+        run = plan_run(image, ["train"], request, runs=tmp_path / "runs")
         (line,) = [line for line in script(run, run.steps[0]).splitlines() if line.startswith("image_copy=")]
         names.append(line.partition("=")[2])
     digest = hashlib.sha256(sif.read_bytes()).hexdigest()

@@ -17,17 +17,19 @@ from hypothesis import strategies as st
 from ekiben.core.errors import UsageError
 from ekiben.core.mounts import bind_args
 from ekiben.run.jobs import runs
+from ekiben.run.jobs.images import read_tasks
 from ekiben.run.jobs.plan import JobPlan, plan
 from ekiben.run.jobs.records import find_runs
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.runs import cancel, request_again
 from ekiben.run.jobs.script import environment_text, script
+from ekiben.run.jobs.states import status
 from ekiben.spec.recipe import find_recipe
 from support.job_nodes import RECIPE, Node, assert_local_folder_is_unused, make_node, write_run
-from support.job_plans import image_of_recipe
+from support.job_plans import image_of_recipe, plan_run
 from support.programs import write_program
 from support.sample_recipe import RunCli
-from support.small_sifs import make, squashfs
+from support.small_sifs import make, small_sif, squashfs
 
 HOSTILE = "one\n#SBATCH --time=1\n#$ -l h_rt=1\n$(touch pwned) `touch pwned` 'a' \"b\" \\ ; touch pwned\n"
 
@@ -92,7 +94,7 @@ def test_a_program_with_a_folder_in_its_name_is_no_task(node: Node) -> None:
     foreign = replace(image_of_recipe(RECIPE, node.sif), tasks=None, recipe=None)
     for word in ("./train.py", "../../x", "a b"):
         with pytest.raises(UsageError, match="is not a task's name"):
-            plan(foreign, [word], JobRequest(), scheduler="slurm", site=None, runs=node.work / "runs")
+            plan_run(foreign, [word], JobRequest(), scheduler="slurm", site=None, runs=node.work / "runs")
 
 
 # ------------------------------------------------------------------------------------------------------ arguments
@@ -179,7 +181,7 @@ def test_a_working_folder_of_any_name(node: Node, name: str, monkeypatch: pytest
     work.mkdir()
     monkeypatch.chdir(work)
     job = node.write(
-        plan(
+        plan_run(
             image_of_recipe(RECIPE, node.sif), ["train"], JobRequest(), scheduler="slurm", site=None, runs=work / "runs"
         )
     )
@@ -196,7 +198,7 @@ def test_the_image_is_the_file_that_a_link_named_at_submission(node: Node) -> No
     current = node.folder / "current"
     current.symlink_to(node.sif.name)
     job = node.write(
-        plan(
+        plan_run(
             image_of_recipe(RECIPE, current),
             ["train"],
             JobRequest(),
@@ -254,7 +256,7 @@ def test_an_image_with_other_times_is_read_where_its_checksum_is_known(node: Nod
     image = node.sif.read_bytes()
     sha256 = hashlib.sha256(image).hexdigest()
     known = replace(image_of_recipe(RECIPE, node.sif), sha256=sha256)
-    job = node.write(plan(known, ["train"], JobRequest(), scheduler="slurm", site=None, runs=node.work / "runs"))
+    job = node.write(plan_run(known, ["train"], JobRequest(), scheduler="slurm", site=None, runs=node.work / "runs"))
     os.utime(node.sif, (0, 0))
     assert str(len(image)) in _reading(node, job).split()
     node.sif.write_bytes(bytes([image[0] ^ 1]) + image[1:])
@@ -478,11 +480,11 @@ def test_a_run_is_submitted_again_from_its_record(node: Node, run_cli: RunCli) -
     )
     argv = ["hello", "--name={seed}", "+", "hello", HOSTILE]
     image = image_of_recipe(find_recipe("hello"), node.sif)
-    job = plan(image, argv, asked, scheduler="slurm", site=None, runs=node.work / "ekiben-runs")
+    job = plan_run(image, argv, asked, scheduler="slurm", site=None, runs=node.work / "ekiben-runs")
     write_run(job)
     (run,) = find_runs([str(job.folder)], node.work)
     assert run.record.format == 3
-    assert run.record.recipe_path == find_recipe("hello").folder
+    assert run.record.image.recipe_path == find_recipe("hello").folder
     assert request_again(run) == (argv, asked)
     printed = run_cli("submit", "--again", job.folder, "--dry-run").stdout
     for step in job.steps:
@@ -493,6 +495,32 @@ def test_a_run_is_submitted_again_from_its_record(node: Node, run_cli: RunCli) -
         ("--nodes", "2", "--time", "1h"): "--nodes, --time",
     }.items():
         assert f"leave out {named}" in run_cli("submit", "--again", job.folder, *extra, code=2).stderr
+
+
+def test_a_run_of_two_images_is_submitted_again_with_both(node: Node, run_cli: RunCli) -> None:
+    """The record has each step's image; the same names may mean others by then."""
+    small_sif(node.folder / "other.sif")
+    argv = ["hello", "+", "./other.sif:hello", "Ada"]
+    image, other = image_of_recipe(find_recipe("hello"), node.sif), image_of_recipe(RECIPE, node.folder / "other.sif")
+    other = replace(other, name="other", recipe=None, tasks=None)
+    tasks = read_tasks(image, argv, lambda reference: other)
+    job = plan(image, tasks, JobRequest(), scheduler="slurm", site=None, runs=node.work / "ekiben-runs")
+    write_run(job)
+    recorded = json.loads((job.folder / "run.json").read_text())
+    assert [step.get("image", {}).get("sif") for step in recorded["steps"]] == [None, str(other.sif)]
+    (run,) = find_runs([str(job.folder)], node.work)
+    assert [(state.job, state.image, state.names_image) for state in status([run])] == [
+        ("1-hello", "hello", False),
+        ("2-hello", "other", True),
+    ]
+    assert run_cli("status", job.folder).stdout.splitlines()[1].endswith("  image other")
+    printed = run_cli("submit", "--again", job.folder, "--dry-run").stdout
+    assert printed.count(f"image={node.sif}\n") == printed.count(f"image={other.sif}\n") == 1
+    make(other.sif, squashfs(node.folder / "layer", "other"))
+    refusal = run_cli("submit", "--again", job.folder, "--dry-run", code=2).stderr
+    assert f"{other.sif} was changed since {job.folder.name} was submitted" in refusal
+    (job.folder / "run.json").write_text(json.dumps({**recorded, "steps": [{**recorded["steps"][1], "image": None}]}))
+    assert "has too little in it" in run_cli("submit", "--again", job.folder, "--dry-run", code=2).stderr
 
 
 def test_run_folder_that_cannot_be_written_is_removed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,7 +557,7 @@ def test_a_folder_that_is_exchanged_while_a_run_is_written_is_left_alone(
 
 
 def test_a_folder_of_runs_that_cannot_be_made_is_named(node: Node) -> None:
-    job = plan(
+    job = plan_run(
         image_of_recipe(find_recipe("hello"), node.sif),
         ["hello"],
         JobRequest(),
@@ -544,7 +572,7 @@ def test_a_folder_of_runs_that_cannot_be_made_is_named(node: Node) -> None:
 
 
 def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli) -> None:
-    job = plan(
+    job = plan_run(
         image_of_recipe(find_recipe("hello"), node.sif),
         ["hello"],
         JobRequest(),
@@ -561,7 +589,7 @@ def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli)
 
 def test_submit_again_takes_unrecorded_variables(node: Node, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     request = JobRequest(env=("TOKEN=secret", "WANDB_MODE=offline"))
-    job = plan(
+    job = plan_run(
         image_of_recipe(find_recipe("hello"), node.sif),
         ["hello"],
         request,

@@ -20,6 +20,8 @@ from ekiben.core.errors import SchedulerError, UsageError
 from ekiben.core.settings import JobDefaults
 from ekiben.run import schedulers
 from ekiben.run.contract import passes
+from ekiben.run.image import NamedImage, sif_state
+from ekiben.run.jobs.images import read_tasks, split_reference
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.records import find_runs, jobs_named
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, with_defaults
@@ -28,7 +30,7 @@ from ekiben.run.jobs.states import job_status, status
 from ekiben.run.schedulers import Job, clock, load, names, pbs, seconds_of, slurm
 from ekiben.run.site import find_site
 from ekiben.spec.recipe import TaskFile, find_recipe
-from support.job_plans import RECIPE, image_of_recipe, made, run_of_three_steps, scripts
+from support.job_plans import RECIPE, SITES, image_of_recipe, made, plan_run, run_of_three_steps, scripts
 from support.programs import write_program
 from support.sample_recipe import RunCli
 from support.small_sifs import small_sif
@@ -159,6 +161,54 @@ def test_dependent_steps() -> None:
     ]  # `prepare` runs on the CPU
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("train", ("", "train")),
+        ("evaluate:perplexity", ("evaluate", "perplexity")),
+        ("./dir/x.sif:a.b", ("./dir/x.sif", "a.b")),
+        ("evaluate:1.2:perplexity", ("evaluate:1.2", "perplexity")),
+        ("oras://host:5000/lab/x:tag:upload", ("oras://host:5000/lab/x:tag", "upload")),
+    ],
+)
+def test_the_task_of_an_image_is_read(word: str, expected: tuple[str, str]) -> None:
+    assert split_reference(word) == expected
+
+
+@pytest.mark.parametrize("scheduler", schedulers.names())
+def test_each_step_has_its_image_in_its_script(scheduler: str, tmp_path: Path) -> None:
+    """Found once for each reference, checked, and named in the script of the step alone."""
+    small_sif(tmp_path / "other.sif")
+    other = NamedImage(name="other", sif=tmp_path / "other.sif", tasks={"score": "per-gpu", "prepare": "cpu"})
+    image, references = image_of_recipe(RECIPE, Path("/images/mine.sif")), list[str]()
+
+    def find(reference: str) -> NamedImage:
+        references.append(reference)
+        return other
+
+    argv = ["train", "+", "lab/other:score", "--adapter", "x", "+", "merge", "+", "lab/other:prepare"]
+    site, asked = SITES.get(scheduler, (None, {"nodes": 2}))
+    request = JobRequest(time_seconds=3600, copy_local=True, **asked)
+    profile = find_site(site) if site else None
+    run = plan(image, read_tasks(image, argv, find), request, scheduler=scheduler, site=profile, runs=tmp_path / "runs")
+    assert references == ["lab/other"]
+    assert [(step.name, step.image.named.name, step.nodes) for step in run.steps] == [
+        ("1-train", "mine", 2),
+        ("2-score", "other", 2),
+        ("3-merge", "mine", 1),
+        ("4-prepare", "other", 1),
+    ]
+    state = sif_state(tmp_path / "other.sif")
+    for step, text in zip(run.steps, scripts(run), strict=True):
+        lines = set(text.splitlines())
+        is_other = step.image.named is other
+        assert f"image={tmp_path / 'other.sif' if is_other else '/images/mine.sif'}" in lines
+        assert f"image_header={state.header if is_other else ''}" in lines
+        assert any(f"{step.image.named.name}-{step.argv[0]}" in line for line in directives(text))
+    with pytest.raises(UsageError, match=r"other\.sif has no task 'scroe'\. Did you mean 'score'"):
+        plan(image, read_tasks(image, ["o:scroe"], find), request, scheduler=scheduler, site=profile, runs=tmp_path)
+
+
 def test_array_job_for_each_seed() -> None:
     run = made("train", "--data", "rows.jsonl", seeds=("5", "70"))
     (text,) = scripts(run)
@@ -268,6 +318,9 @@ def test_invalid_memory_is_refused(text: str) -> None:
     [
         (["trian"], {}, "recipe 'mine' has no task 'trian'. Did you mean 'train'?"),
         (["train", "+", "+", "merge"], {}, "a task is missing beside '+'"),
+        (["train", "+", "other:"], {}, "other:: names no task"),
+        (["train", "+", "docker://host/name"], {}, "docker://host/name: names no task"),
+        (["train", "+", "./other.sif"], {}, "'./other.sif' is not a task's name"),
         (["merge"], {"nodes": 2}, "'merge' runs as one process on one node"),
         (["merge"], {"processes_per_node": 2}, "'merge' runs as one process on one node"),
         (["train", "{seed}"], {}, "{seed} is in the arguments, but --seeds is missing"),
@@ -506,10 +559,10 @@ def test_unknown_run_is_an_error(run_cli: RunCli) -> None:
 
 def test_runs_of_one_second_get_different_names(tmp_path: Path) -> None:
     image = image_of_recipe(RECIPE, tmp_path / "x.sif")
-    first = plan(image, ["train"], JobRequest(), scheduler="slurm", site=None, runs=tmp_path).folder
+    first = plan_run(image, ["train"], JobRequest(), scheduler="slurm", site=None, runs=tmp_path).folder
     for number in range(3):
         (tmp_path / (first.name if number == 0 else f"{first.name}-{number + 1}")).mkdir()
-    again = plan(image, ["train"], JobRequest(), scheduler="slurm", site=None, runs=tmp_path).folder
+    again = plan_run(image, ["train"], JobRequest(), scheduler="slurm", site=None, runs=tmp_path).folder
     assert not again.exists()
     assert again.name.startswith("mine-train-")
 
