@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ekiben_tasks.task import adapter_folder, caches, command, files
+from ekiben_tasks.task import adapter_folder, caches, command, files, model_card
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.settings import option
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = choose_device(settings.device)
     print(f"merging     {folder} on {device.name}", flush=True)
     difference = merge(folder, output, device, base=args.base, dtype=settings.dtype)
+    model_card.carry_training(folder, output)
     print(f"done        {output}: written and read back, logits differ by {difference:.1e} of the largest", flush=True)
     return 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ekiben_tasks.models.checkpoint_folder import find_checkpoint
-from ekiben_tasks.task import caches, command, files
+from ekiben_tasks.task import caches, command, files, model_card
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import SettingError, TaskError
@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count, weights = merge_checkpoint.merge(
         checkpoint, base, output, dtype=settings.dtype, max_shard_gb=settings.max_shard_gb
     )
+    model_card.carry_training(Path(args.run), output)
     print(f"done        {output}: {weights:,} weights in {count} files", flush=True)
     return 0
 

@@ -9,8 +9,10 @@ __all__ = [
     "files",
     "hub",
     "input_files",
+    "model_card",
     "output_lock",
     "plot",
+    "public_values",
     "run_metadata",
     "settings",
 ]

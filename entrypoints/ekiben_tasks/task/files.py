@@ -73,7 +73,13 @@ def make_readable(folder: Path) -> None:
 
 
 def replace_folder(staged: Path, folder: Path) -> None:
-    """Replace ``folder`` by ``staged``. Both are renamed, so other processes never see a part of either."""
+    """Replace ``folder`` by ``staged``. Both are renamed, so other processes never see a part of either.
+
+    A README.md of the old folder stays, where the new one has none: users write them.
+    """
+    readme = folder / "README.md"
+    if readme.is_file() and not readme.is_symlink() and not (staged / readme.name).exists():
+        shutil.copyfile(readme, staged / readme.name)
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():
         folder.rename(old)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ekiben_tasks.task import caches, command, files, input_files
+from ekiben_tasks.task import caches, command, files, input_files, model_card
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.settings import option
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line, flush=True)
     print(f"converting  {checkpoint}", flush=True)
     difference = convert(args.input, checkpoint, output, dtype=settings.dtype)
+    model_card.carry_training(args.input, output)
     print(f"done        {output}: written, read again, logits differ by {difference:.1e} of the largest", flush=True)
     print(f"try         upload --input {output} --name you/your-model --dry-run", flush=True)
     return 0

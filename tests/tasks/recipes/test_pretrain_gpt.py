@@ -757,7 +757,7 @@ def test_other_model_on_the_hub_than_was_uploaded_is_an_error(
     other.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(converted).save_pretrained(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_write")
-    monkeypatch.setattr(upload, "upload", lambda *_, private: None)
+    monkeypatch.setattr(upload, "upload", lambda *_, **__: None)
     monkeypatch.setattr(upload, "_download", lambda *_: str(tmp_path))
     with pytest.raises(TaskError, match="the uploaded model generates another text"):
         upload.main(["--input", str(converted), "--name", "you/tiny", "--prompt", "富士山は"])

@@ -46,13 +46,14 @@ def adapter(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def upload(folder: Path, url: str, home: Path) -> subprocess.CompletedProcess[str]:
+def upload(folder: Path, url: str, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the task in a process of its own: the hub's library reads its address once."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     env |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_write"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "entrypoints"), *filter(None, [env.get("PYTHONPATH")])])
     script = next(path for path in (SCRIPTS / "upload.py", ROOT / "entrypoints" / "upload.py") if path.is_file())
     argv = [sys.executable, str(script), "--input", str(folder), "--name", "you/adapter", "--prompt", "富士山は"]
+    argv += options
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -74,3 +75,37 @@ def test_adapter_is_uploaded_and_generates_the_same(
     before, after = re.search(r"continues: (.*)", done.stdout), re.search(r"after +(.*)", done.stdout)
     assert before and after and before[1] == after[1]
     assert hub_server.files["you/adapter"].keys() == {path.name for path in adapter.iterdir()}
+    assert "README.md" in hub_server.files["you/adapter"]
+
+
+def test_card_has_the_records_and_leaves_what_users_wrote(
+    base: Path, tmp_path: Path, adapter: Path, hub_server: HubServer
+) -> None:
+    """The card of the run's records and the base's licence; edited here or on the hub, it stays."""
+    card = b"---\nlicense: cc-by-sa-4.0\n---\n# base\n"
+    hub_server.files["you/base"] = {path.name: path.read_bytes() for path in base.iterdir()} | {"README.md": card}
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, "base_model_name_or_path": "you/base"}), encoding="utf-8")
+    record = {"status": "finished", "steps": 12, "settings": {"epochs": 3}, "model": {"name": "you/base"}}
+    (tmp_path / "run.json").write_text(json.dumps({**record, "final_eval_loss": 1.25}))
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores/run.json").write_text(json.dumps({"scores": {"jsquad": {"f1": 81.5}}}))
+
+    def run(*options: str) -> str:
+        done = upload(adapter, hub_server.url, tmp_path / "home", "--evaluation", str(tmp_path / "scores"), *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run()
+    shown = (adapter / "README.md").read_text(encoding="utf-8")
+    assert hub_server.files["you/adapter"]["README.md"].decode() == shown
+    for line in ("license: cc-by-sa-4.0", "base_model: you/base", "| loss, evaluation | 1.25 |", "| epochs | 3 |"):
+        assert line in shown
+    assert "| jsquad | f1 | 81.5 |" in shown
+    hub_server.files["you/adapter"]["README.md"] += b"edited there\n"
+    assert "that of you/adapter was not written here, and stays" in run()
+    assert b"edited there" in hub_server.files["you/adapter"]["README.md"]
+    (adapter / "README.md").write_text("# mine\n")
+    assert "README.md: yours, stays as it is" in run("--replace-card")
+    assert hub_server.files["you/adapter"]["README.md"] == b"# mine\n"
