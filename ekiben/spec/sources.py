@@ -13,10 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
-from packaging.version import InvalidVersion, Version
-
 from ekiben.core.checked import NAME, Fields, parse_json, read_regular
 from ekiben.core.errors import DefinitionError
 
@@ -57,6 +53,11 @@ class Source:
     @classmethod
     def parse(cls, fields: Fields) -> Source:
         """Parse the fields. Raises ValueError for what is wrong."""
+        # imported here: most recipes have no sources
+        from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+        from packaging.version import InvalidVersion, Version
+
         name, version, wheel = fields.name("name"), fields.text("version"), fields.basename("wheel")
         if not NAME.fullmatch(name) or canonicalize_name(name) != name:
             fields.refuse("name", "a package's name in its canonical form")

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from ekiben.core.command_name import command_name
@@ -180,6 +179,8 @@ def read_pins(lock: str) -> list[tuple[str, str, list[str]]]:
 
 def without_packages(lock: str, names: Collection[str]) -> str:
     """Return a Python lock file without the blocks of these packages, whose names are in canonical form."""
+    from packaging.utils import canonicalize_name  # imported here: it brings platform's tags
+
     blocks = re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)
     return "".join(block for block in blocks if not ((pin := _PIN.match(block)) and canonicalize_name(pin[1]) in names))
 

@@ -9,20 +9,17 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ekiben.cli.commands._jobs import request_with_defaults, scheduler_of
 from ekiben.cli.context import Context
 from ekiben.cli.options import CountType, NameType, TextType
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError
-from ekiben.run.image import NamedImage
-from ekiben.run.jobs.plan import node_args
-from ekiben.run.jobs.request import JobRequest, memory_mib_of
-from ekiben.run.schedulers import load, seconds_of
-from ekiben.run.site import find_site
+
+if TYPE_CHECKING:
+    from ekiben.run.image import NamedImage
 
 LOGIN_HOST = "EKIBEN_LOGIN_HOST"  # set for the command that runs on the node: where the user typed it
 _COUNT = CountType(1)
@@ -80,6 +77,13 @@ def start_on_node(context: Context, image: NamedImage, node: NodeOptions, *, dry
     """
     if not node.is_asked or LOGIN_HOST in os.environ:
         return
+    # imported here: most commands start on this machine
+    from ekiben.cli.commands._jobs import request_with_defaults, scheduler_of
+    from ekiben.run.jobs.plan import node_args
+    from ekiben.run.jobs.request import JobRequest, memory_mib_of
+    from ekiben.run.schedulers import load, seconds_of
+    from ekiben.run.site import find_site
+
     if not image.sif.is_file():
         raise EngineError(f"{image.name} cannot be run on a node: {image.sif} is not there", hint=image.build_hint)
     if image.signature:  # checked before a job waits in the queue

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,16 +28,15 @@ from ekiben.cli.options import (
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, StoreError, UsageError, nearest
 from ekiben.core.process import name_exit, run, which
-from ekiben.executors import runtimes
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
 from ekiben.images import ImageOptions
 from ekiben.run import launch
 from ekiben.run.contract import gives_gpus
-from ekiben.run.copy_local import copy_local
 from ekiben.run.image import NamedImage
 from ekiben.run.live import VARIABLE, LiveFiles, live_files
-from ekiben.spec.recipe import Recipe
-from ekiben.spec.stack import find_stack
+
+if TYPE_CHECKING:
+    from ekiben.spec.recipe import Recipe
 
 _SHOWN = 4  # edited files that a message names
 
@@ -287,6 +286,8 @@ def start_image(
 
         check_this_machine(context, target.program, image, gpu=request.gpu)
     if not start.dry_run and start.copy_local:
+        from ekiben.run.copy_local import copy_local
+
         target = replace(target, image=str(copy_local(image, context.environment, context.log)))
     # One of an outer run is not this run's.
     environment = {key: value for key, value in context.environment.items() if key not in (VARIABLE, LOGIN_HOST)}
@@ -307,6 +308,8 @@ def engines(asked: str = "auto") -> launch.Engines:
         "docker": lambda: launch.Engine(docker_image_id),
     }
     if asked not in ("auto", "docker", *launch.OF_SIF):
+        from ekiben.executors import runtimes
+
         known |= {
             name: functools.partial(launch.Engine, runtime.image_id, runtime.run_argv)
             for name, runtime in runtimes().items()
@@ -335,6 +338,8 @@ def _live_files(image: NamedImage) -> LiveFiles:
 def _check_names(recipe: Recipe, start: StartOptions) -> None:
     """Raise UsageError for a stack or a layer that is not there: the image's name is made of them."""
     if start.stack:
+        from ekiben.spec.stack import find_stack
+
         find_stack(start.stack, recipe.image_folders, asked_by="--stack")
     layers = {path.stem for folder in recipe.image_folders for path in folder.glob("*.def")}
     for layer in start.layers:

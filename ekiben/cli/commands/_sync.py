@@ -11,11 +11,11 @@ from ekiben.cli.context import Context
 from ekiben.cli.options import Function, RecipeOptions
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import NotLockedError
-from ekiben.resolve.graph import ResolvedRecipe
-from ekiben.spec.recipe import Recipe
 
 if TYPE_CHECKING:
     from ekiben.project.sources import SourceSettings
+    from ekiben.resolve.graph import ResolvedRecipe
+    from ekiben.spec.recipe import Recipe
 
 
 def sync_option(purpose: str) -> Callable[[Function], Function]:

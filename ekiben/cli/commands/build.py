@@ -214,7 +214,7 @@ def _resolved(
     context: Context, recipe: str, recipe_options: RecipeOptions, request: ImageRequest
 ) -> Iterator[ResolvedRecipe]:
     """Resolve a recipe, or a Dockerfile, which is converted for the time of the build."""
-    from ekiben.project.dockerfile import Conversion, dockerfile_of, temporary_recipe
+    from ekiben.project.dockerfile import dockerfile_of
 
     if (dockerfile := dockerfile_of(recipe)) is None:
         if request.offline:
@@ -222,6 +222,8 @@ def _resolved(
         else:
             yield resolve_synced(context, recipe_options, recipe, sync=request.sync, engine=request.engine)
         return
+    from ekiben.project.dockerfile import Conversion, temporary_recipe
+
     options = replace(recipe_options, arguments={})  # the conversion uses them
     conversion = Conversion(
         dockerfile=dockerfile, arguments=recipe_options.arguments, arch=recipe_options.arch or host_arch()

@@ -10,18 +10,10 @@ from pathlib import Path
 
 from ekiben.core.errors import UsageError
 from ekiben.core.files import read_source
-from ekiben.project.dockerfile.convert import Conversion, convert, find_dockerfile
+from ekiben.project.dockerfile.conversion import Conversion, convert
 from ekiben.project.lock_bases import lock_bases, recipe_bases
 from ekiben.spec.bases_lock import BASES_LOCK
 from ekiben.spec.recipe import read_recipe
-
-
-def dockerfile_of(recipe: str) -> Path | None:
-    """Return the Dockerfile that a command line names instead of a recipe; None for a recipe."""
-    path = Path(recipe)
-    if path.is_dir() and (("/" not in recipe and recipe not in (".", "..")) or (path / "recipe.yaml").is_file()):
-        return None
-    return find_dockerfile(path)
 
 
 @contextlib.contextmanager

@@ -40,16 +40,6 @@ class Conversion:
     base_config: Callable[[str], BaseConfig] | None = None
 
 
-def find_dockerfile(path: Path) -> Path | None:
-    """Return the Dockerfile that a path means: itself, or the one in the folder; None for neither."""
-    if path.is_dir():
-        return path / "Dockerfile" if (path / "Dockerfile").is_file() else None
-    is_named = path.name.lower().startswith("dockerfile") or path.name.lower().endswith(
-        (".dockerfile", "containerfile")
-    )
-    return path if path.is_file() and is_named else None
-
-
 def convert(folder: Path, conversion: Conversion) -> tuple[list[Path], list[str]]:
     """Write ``folder``, a recipe of the same name, and return its files, and notes of what is not used.
 
