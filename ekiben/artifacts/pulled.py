@@ -6,13 +6,16 @@
 
 A tag's digest is asked of the registry each time; nothing else is. Where the registry does not answer, the digest that
 the tag had is used, and a line says so. The file is compared with its record by its state (ekiben/run/image.py), and
-read again where that differs.
+read again where that differs. The time of a record is that of the last use, by which prune_pulled() decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,6 +64,8 @@ def pull_once(reference: Reference, store: Store, progress: Progress) -> PulledI
     digest, note = _digest_of(reference, folder)
     sif = folder / f"{_stem(digest)}.sif"
     if (record := _known(sif)) is not None:
+        with contextlib.suppress(OSError):
+            os.utime(sif.with_suffix(".json"))
         return PulledImage(sif, record.state.sha256, record.engine, note)
     if note:
         raise FetchError(
@@ -85,6 +90,35 @@ def pull_once(reference: Reference, store: Store, progress: Progress) -> PulledI
         {"digest": digest, "reference": str(reference), "state": asdict(state), "engine": engine},
     )
     return PulledImage(sif, sha256, engine, "")
+
+
+def prune_pulled(store: Store, unused_for: float, *, dry_run: bool = False) -> list[tuple[str, int]]:
+    """Remove the pulled images that nothing used for ``unused_for`` days, and files without a record that are as old.
+
+    Returns the reference and the bytes of each; what the registry still has is pulled again when it is named.
+    Raises StoreError where the folder is not this user's alone, or a file cannot be removed.
+    """
+    if not (store.downloads / PULLED).is_dir():
+        return []
+    folder, since, removed = _folder(store), time.time() - unused_for * 86400, []
+    for sif in sorted(folder.glob("*.sif")):
+        record = sif.with_suffix(".json")
+        used = (record if record.is_file() else sif).stat().st_mtime
+        if used > since:
+            continue
+        removed.append((_reference_of(record) or sif.name, sif.stat().st_size))
+        if not dry_run:
+            record.unlink(missing_ok=True)  # first: a file without its record is pulled again
+            sif.unlink()
+    return removed
+
+
+def _reference_of(record: Path) -> str:
+    """Return the reference that an image was pulled by, "" where its record cannot be read."""
+    try:
+        return Fields.of(parse_json(read_regular(record))).text("reference")
+    except (OSError, ValueError):
+        return ""
 
 
 def _stem(digest: str) -> str:

@@ -1,8 +1,8 @@
 """Remove stored layers that no image needs.
 
-Containers that killed commands left in Docker, podman and buildah are removed, too. Images named here are removed
-first. Compiled wheels stay. With --in, in a shared folder: versions that are pinned, tagged (`current` is a tag) or
-were used lately stay.
+Images pulled from registries that nothing used lately are removed, too, and containers that killed commands left in
+Docker, podman and buildah. Images named here are removed first. Compiled wheels stay. With --in, in a shared folder:
+versions that are pinned, tagged (`current` is a tag) or were used lately stay.
 
 \b
 Examples:
@@ -38,7 +38,7 @@ _DAYS = click.FloatRange(min=0)
     default=30.0,
     show_default=True,
     metavar="DAYS",
-    help="With --in: keep what was used in the last DAYS.",
+    help="Keep pulled images, and with --in versions, that were used in the last DAYS.",
 )
 @click.option(
     "--grace",
@@ -72,7 +72,7 @@ def command(
         refuse_ignored("is about your own store; leave it out, or leave out --in", "engines", "wheels")
         prune_shared(folder.absolute(), images, unused_for, grace, dry_run)
         return
-    refuse_ignored("is for a shared folder, which --in names", "unused_for", "grace")
+    refuse_ignored("is for a shared folder, which --in names", "grace")
     if engines and dry_run:
         raise UsageError("--engines removes immediately; omit --dry-run or --engines")
     if engines:
@@ -93,7 +93,17 @@ def command(
         )
     total = sum(count for _, count in removed)
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} blobs, {format_size(total)}")
+    remove_pulled(context, unused_for, dry_run)
     remove_abandoned(dry_run)
+
+
+def remove_pulled(context: Context, unused_for: float, dry_run: bool) -> None:
+    """Remove the images of registries that nothing used for so many days, and print their references."""
+    from ekiben.artifacts.pulled import prune_pulled
+
+    for reference, size in prune_pulled(context.store, unused_for, dry_run=dry_run):
+        verb = "would remove" if dry_run else "removed"
+        click.echo(printable(f"{verb} {reference}, pulled from its registry, {format_size(size)}"))
 
 
 def remove_cached_images() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
-from ekiben.artifacts.pulled import pull_once
+from ekiben.artifacts.pulled import prune_pulled, pull_once
 from ekiben.artifacts.push import MEDIA_SIF, MEDIA_SIF_CONFIG
 from ekiben.core.files import digest_of
 from ekiben.registry.client import MEDIA_INDEX
@@ -15,7 +17,7 @@ from ekiben.registry.reference import Reference
 from ekiben.store import Store
 from support.hostile_registry import image
 from support.registries import Answer, Script, bad_registry
-from support.sample_recipe import quiet
+from support.sample_recipe import RunCli, quiet
 from support.small_sifs import make, squashfs
 
 
@@ -78,3 +80,30 @@ def test_file_without_its_record_is_gone_where_an_engine_runs_the_image(
         again = pull_once(reference, user, quiet())
     assert (again, again.engine.startswith(f"{host}/lab/x@sha256:")) == (first, True)
     assert not again.sif.exists()
+
+
+def test_prune_removes_what_was_not_used_lately(user: Store, tmp_path: Path, run_cli: RunCli) -> None:
+    make(tmp_path / "x.sif", squashfs(tmp_path / "x", "x"))
+    sif = (tmp_path / "x.sif").read_bytes()
+    manifest = json.dumps(
+        {"schemaVersion": 2, "config": _described(b"{}", MEDIA_SIF_CONFIG), "layers": [_described(sif, MEDIA_SIF)]}
+    ).encode()
+    with bad_registry(_serve(manifest, sif)) as (host, _):
+        reference = Reference.parse(f"{host}/lab/x:1")
+        pulled = pull_once(reference, user, quiet()).sif
+        record, left = pulled.with_suffix(".json"), pulled.with_name("left.sif")
+        left.write_bytes(b"of a killed pull")
+        old = time.time() - 40 * 86400
+        for path in (pulled, record, left):
+            os.utime(path, (old, old))
+        pull_once(reference, user, quiet())  # a use
+        assert prune_pulled(user, 30, dry_run=True) == [("left.sif", 16)]
+        assert prune_pulled(user, 30) == [("left.sif", 16)]
+        assert (pulled.is_file(), left.exists()) == (True, False)
+        os.utime(record, (old, old))
+        user.open_for_writing()
+        printed = run_cli("--store", user.root, "prune").stdout
+        assert f"removed {host}/lab/x:1, pulled from its registry" in printed
+        assert not pulled.exists() and not record.exists()
+        assert pull_once(reference, user, quiet()).sif.read_bytes() == sif
+    assert prune_pulled(Store(tmp_path / "nobody/store"), 0) == []
