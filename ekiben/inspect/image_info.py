@@ -197,7 +197,8 @@ def _check_id(path: AnyPath, image: ImageReader, info: ImageInfo) -> None:
     header = sif_header([layer.digest for layer in image.layers], info.deffile, image.arch, info.epoch, users)
     if header.id != read_sif(path).id:
         raise StoreError(
-            f"{path} is damaged, or was changed after it was built: its content is not that of its id",
+            f"{path} is damaged, was changed after it was built, or is of an earlier version: "
+            "its id is not that of its content",
             hint=f"build it again: {command_name()} build {info.recipe}",
         )
 

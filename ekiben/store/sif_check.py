@@ -27,7 +27,9 @@ def check_sif(image: Image, path: AnyPath, store: Store, *, again: bool = False)
     squashed = image.squashed_header()
     header = squashed if squashed.id == sif_id else image.sif_header(store)
     if header.id != sif_id:
-        raise VerifyError(f"{path} is not {image.name}: it was made of other layers", hint=_hint(image))
+        raise VerifyError(
+            f"{path} is not {image.name}: it was built of other layers, or by an earlier version", hint=_hint(image)
+        )
     if again or _remembered(store, header.id).get(_key(path)) != identity(path):
         before = identity(path)
         reason = difference(path, _partitions(image, path, header, store), header)
