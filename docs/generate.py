@@ -104,6 +104,25 @@ MEANINGS = {
             " sets"
         ),
         "labels": "Labels of the image",
+        "docker": (
+            "What a container of the Docker image starts with, in place of the base's and Ekiben's values; `init --from"
+            " Dockerfile` writes it"
+        ),
+        "docker.entrypoint": "The program that gets the arguments; only without `tasks`",
+        "docker.cmd": "The arguments, or the command, where `docker run` gives none",
+        "docker.user": "A user of the image, or a number; `:GROUP` may follow",
+        "docker.workdir": "The folder in which it starts; else the base's where there are no `tasks`, else `/work`",
+        "docker.ports": "Ports that it listens on, as `8080/tcp`",
+        "docker.volumes": "Folders that Docker keeps outside the container",
+        "docker.stop_signal": "The signal of `docker stop`, as `SIGINT`",
+        "docker.healthcheck": "A command that says whether the container works",
+        "docker.healthcheck.test": "`[CMD, PROGRAM, …]`, `[CMD-SHELL, LINE]`, or `[NONE]`: not the base's",
+        "docker.healthcheck.interval": "Time between two checks, as `1m30s`",
+        "docker.healthcheck.timeout": "After which a check has failed",
+        "docker.healthcheck.start_period": "In which a failure does not count",
+        "docker.healthcheck.retries": "Failures in a row that count",
+        "docker.shell": "What Dockerfiles on the image run their commands with",
+        "docker.onbuild": "Instructions for Dockerfiles on the image",
         "test": "Shell script that runs in the finished image",
     },
     "stack": {

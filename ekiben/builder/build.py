@@ -38,9 +38,9 @@ from ekiben.core.emulation import check_programs
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import CorruptBlob, DefinitionError, EngineError, StoreError, VerifyError
 from ekiben.formats import oci
-from ekiben.formats.evaluated import START
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, all_layers, stages_of
 from ekiben.resolve.recipe_layer import separate_test
+from ekiben.resolve.start import start_of
 from ekiben.store import Image, Store, StoredLayer, StoredResult
 
 if TYPE_CHECKING:
@@ -447,6 +447,10 @@ def _are_intact(store: Store, digests: Iterable[str]) -> bool:
     return True
 
 
+def _runscript(resolved: ResolvedRecipe) -> str:
+    return next(file.text() for file in resolved.top.files if file.destination == oci.RUNSCRIPT[-1])
+
+
 def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer], store: Store) -> Image:
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
     evaluated = evaluated_of(layers, store) if resolved.scripts else None
@@ -458,7 +462,13 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer], store: St
         labels=labels,
         epoch=epoch,
         platform=resolved.stack.platform,
-        start=oci.Start([START] if evaluated and evaluated.at_start else [], base.user if base else ""),
+        start=start_of(
+            recipe.file.docker,
+            base,
+            _runscript(resolved),
+            has_tasks=bool(recipe.file.tasks),
+            at_start=bool(evaluated and evaluated.at_start),
+        ),
     )
     copies = (item for layer in resolved.layers for item in layer.copies)
     return Image(

@@ -36,6 +36,7 @@ from ekiben.executors import (
 from ekiben.executors._docker_daemon import client, image_id, load_image, tag, unavailable, untag
 from ekiben.formats import oci
 from ekiben.formats.changeset import is_excluded
+from ekiben.formats.evaluated import with_start
 from ekiben.formats.layer import decode_name, encode_name, sort_key
 from ekiben.formats.squashfs.reader import merged_entries
 
@@ -159,9 +160,12 @@ def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None],
     ``hidden``: a folder that is empty there.
     """
     _remove_abandoned_containers()
+    entrypoint = client().images.get(image_id).attrs["Config"].get("Entrypoint")
+    program, *arguments = with_start(entrypoint, command)
     container = client().containers.create(
         image_id,
-        list(command),
+        arguments,
+        entrypoint=[program],
         network_mode="none",
         shm_size="1g",
         labels={OWNER: process_name()},

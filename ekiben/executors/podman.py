@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import secrets
@@ -18,6 +19,7 @@ from ekiben.core.process_name import has_ended, process_name
 from ekiben.executors import DEBUG_SCRIPT, OWNER, Job, JobFailed, ShellCommand, is_left_untested, shared_packages
 from ekiben.executors._containers_storage import LAYER_IMAGES, ContainersStorage, is_in_use
 from ekiben.formats import oci
+from ekiben.formats.evaluated import with_start
 from ekiben.gpu import container_gpus
 
 PREFERENCE = 30
@@ -214,7 +216,12 @@ def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None],
     """
     # by default podman copies the image's files into it.
     hide = ["--tmpfs", f"{hidden}:ro,notmpcopyup"] if hidden else []
-    with _container(image_id, ["--network", "none", "--shm-size", "1g", *hide], command, name="test") as container:
+    known = _STORAGE.call(
+        "image", "inspect", "--format", "{{json .Config.Entrypoint}}", image_id.removeprefix("sha256:")
+    )
+    program, *arguments = with_start(parse_json(known.stdout), command)
+    options = ["--network", "none", "--shm-size", "1g", "--entrypoint", json.dumps([program]), *hide]
+    with _container(image_id, options, arguments, name="test") as container:
         try:
             _start(container, log)
         except JobFailed as error:

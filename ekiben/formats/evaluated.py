@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ekiben.core.checked import Fields, check_variables, parse_json
@@ -74,6 +74,12 @@ class Evaluated:
                 f"fi; fi\n"
             ]
         return "".join([*lines, 'exec "$@"\n'])
+
+
+def with_start(entrypoint: Sequence[str] | None, command: Sequence[str]) -> list[str]:
+    """Return a command that runs in an image's container without the program of its ``entrypoint``: what evaluates the
+    environment remains."""
+    return [*([START] if entrypoint and entrypoint[0] == START else []), *command]
 
 
 def read_environment(data: bytes, start: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,21 +58,29 @@ MEDIA_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 MEDIA_INDEX = "application/vnd.oci.image.index.v1+json"
 MEDIA_TAR = "application/vnd.oci.image.layer.v1.tar"
 WORKING_DIR = "/work"  # of a finished image: `docker run -v "$PWD:/work"` mounts the output folder here
+RUNSCRIPT = ("/bin/sh", "/.singularity.d/runscript")  # what an image runs by itself
 LAYER_LABEL = "org.ekiben.layer"  # of an image: the layers added to the recipe's, separated by blanks
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a container of a finished image starts: the program that gets the command, its user, and the folder."""
+    """How a container of a finished image starts: the program that gets the command, its user, and the folder.
+
+    ``command``: None is the runscript. ``further``: more fields of the config, such as ``ExposedPorts``.
+    """
 
     entrypoint: Sequence[str] = ()
     user: str = ""
     working_dir: str = WORKING_DIR
+    command: Sequence[str] | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of an image's config."""
         entrypoint = {"Entrypoint": [*self.entrypoint]} if self.entrypoint else {}
-        return {"WorkingDir": self.working_dir, **entrypoint, **({"User": self.user} if self.user else {})}
+        command = RUNSCRIPT if self.command is None else self.command
+        fields = {"WorkingDir": self.working_dir, **entrypoint, **({"User": self.user} if self.user else {})}
+        return {**fields, **({"Cmd": [*command]} if command else {}), **self.further}
 
 
 def image_config(
@@ -96,9 +104,8 @@ def image_config(
         "os": system,
         "config": {
             "Env": [f"{name}={value}" for name, value in sorted(environment.items())],
-            "Cmd": ["/bin/sh", "/.singularity.d/runscript"],
             "Labels": dict(sorted(labels.items())),
-            **(start.fields() if start else {}),
+            **(start.fields() if start else {"Cmd": [*RUNSCRIPT]}),
         },
         "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
         "history": [{"created": created, "created_by": f"ekiben layer {layer.name}"} for layer in layers],

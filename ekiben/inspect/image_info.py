@@ -14,13 +14,14 @@ from ekiben.core.paths import RECIPE_HOME
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
 from ekiben.formats.base_config import BASE, BaseConfig
-from ekiben.formats.evaluated import EVALUATED, START, Evaluated
+from ekiben.formats.evaluated import EVALUATED, Evaluated
 from ekiben.formats.layer import write_entries
 from ekiben.formats.sif import read_sif, sif_header
 from ekiben.formats.tar import DigestWriter
 from ekiben.formats.users import users_partition
 from ekiben.inspect.image_reader import ImageReader, LayerReader, open_sif
 from ekiben.inspect.metadata import IMAGE_METADATA, CompiledWheel, ImageMetadata
+from ekiben.resolve.start import start_of
 from ekiben.spec.recipe import ShippedRecipe
 from ekiben.store import Image, Store, StoredLayer
 
@@ -31,7 +32,7 @@ _OF_RECIPE = {"EKIBEN_RECIPE": RECIPE_HOME}  # variables of every Ekiben image, 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
     """The image's metadata; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it;
-    ``evaluated``: what scripts of the environment set; ``user``: the base's, "" for root; ``base``: its agent,
+    ``evaluated``: what scripts of the environment set; ``start``: how a container of it starts; ``base``: its agent,
     reference and digest."""
 
     recipe: str
@@ -44,7 +45,7 @@ class ImageInfo:
     epoch: int
     distribution: dict[str, str]
     evaluated: Evaluated | None = None
-    user: str = ""
+    start: oci.Start = field(default_factory=oci.Start)
     base: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -72,7 +73,7 @@ def image_info(image: ImageReader) -> ImageInfo:
             epoch=image.tree["opt/ekiben"][0].mtime,
             distribution=_assignments(release),
             evaluated=evaluated,
-            user=BaseConfig.parse(base).user if base else "",
+            start=_start(image, BaseConfig.parse(base) if base else None, evaluated, text(".singularity.d/runscript")),
             base=metadata.base,
         )
     except (ValueError, KeyError) as error:
@@ -80,6 +81,18 @@ def image_info(image: ImageReader) -> ImageInfo:
             f"{image.name} was not built by Ekiben: it has no /opt/ekiben/image.json",
             hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} build RECIPE",
         ) from error
+
+
+def _start(image: ImageReader, base: BaseConfig | None, evaluated: Evaluated | None, runscript: str) -> oci.Start:
+    data = image.read_through_links(_RECIPE)
+    recipe = ShippedRecipe.parse(data) if data else None
+    return start_of(
+        recipe.docker if recipe else None,
+        base,
+        runscript,
+        has_tasks=bool(recipe and recipe.tasks),
+        at_start=bool(evaluated and evaluated.at_start),
+    )
 
 
 def _assignments(arguments: Iterable[str]) -> dict[str, str]:
@@ -136,7 +149,7 @@ def config_of(info: ImageInfo, layers: Sequence[StoredLayer], arch: str) -> byte
         labels=info.labels,
         epoch=info.epoch,
         platform=f"linux/{arch}",
-        start=oci.Start([START] if evaluated and evaluated.at_start else [], info.user),
+        start=info.start,
     )
 
 

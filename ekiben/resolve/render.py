@@ -14,9 +14,11 @@ from ekiben.core.atomic import is_vacant, new_folder
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import DefinitionError, StoreError, UsageError
 from ekiben.core.files import digest_of
+from ekiben.formats import oci
 from ekiben.formats.base_config import BASE_RUNSCRIPT, BASE_STARTSCRIPT
 from ekiben.formats.layer import File
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
+from ekiben.spec.container import ContainerConfig
 from ekiben.spec.definition import LOCAL, SCRATCH, Stage
 from ekiben.spec.definition_text import ARGUMENT
 from ekiben.spec.environment import EnvironmentScript
@@ -26,7 +28,6 @@ _NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*"
 _FILES = "/.ekiben-files"
 _COPY = "copy.sh"
 _POST = "/.ekiben-post.sh"
-_RUNSCRIPT = "/.singularity.d/runscript"
 _ESCAPED = "\\$"
 _MIRROR = "MirrorURL: {{ mirror }}"
 _COPY_SCRIPT = """\
@@ -210,11 +211,22 @@ def dockerfile(resolved: ResolvedRecipe) -> str:
         for key, value in sorted(resolved.environment.items())
         if environment.get(key) != value
     ]
+    return "\n".join([*lines, *_docker_start(resolved), ""])
+
+
+def _docker_start(resolved: ResolvedRecipe) -> Iterator[str]:
+    """Yield what a container starts with; the rest is the base's."""
+    docker = resolved.recipe.file.docker or ContainerConfig()
+    entrypoint = [*(docker.entrypoint or ())]
     if any(map(_is_script, resolved.scripts)):  # they set variables where a container starts
-        lines += ['ENTRYPOINT ["/.singularity.d/actions/exec"]']
-    if not _runs_base(resolved):
-        lines += ['CMD ["/bin/sh", "/.singularity.d/runscript"]']
-    return "\n".join([*lines, ""])
+        entrypoint.insert(0, "/.singularity.d/actions/exec")
+    yield from docker.instructions()
+    if entrypoint or docker.entrypoint is not None:
+        yield f"ENTRYPOINT {json.dumps(entrypoint)}"
+    if docker.cmd is not None:
+        yield f"CMD {json.dumps([*docker.cmd])}"
+    elif docker.entrypoint is None and not _runs_base(resolved):
+        yield f"CMD {json.dumps([*oci.RUNSCRIPT])}"
 
 
 def _is_script(script: EnvironmentScript) -> bool:
@@ -224,7 +236,9 @@ def _is_script(script: EnvironmentScript) -> bool:
 
 def _runs_base(resolved: ResolvedRecipe) -> bool:
     """Return whether the image runs its base's own program, which a plain file's base brings along."""
-    return any(BASE_RUNSCRIPT.encode() in file.content for file in resolved.top.files if file.destination == _RUNSCRIPT)
+    return any(
+        BASE_RUNSCRIPT.encode() in file.content for file in resolved.top.files if file.destination == oci.RUNSCRIPT[-1]
+    )
 
 
 def _is_of_base(section: str, file: File) -> bool:

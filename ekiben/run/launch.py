@@ -16,6 +16,7 @@ from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
 from ekiben.core.paths import ENGINE_SETUP, expand_home
 from ekiben.core.process import name_exit, run, which
+from ekiben.formats.evaluated import with_start
 from ekiben.gpu import container_gpus
 from ekiben.run.contract import LEAKS, NO_EVALUATION, folders_to_bind, outermost, passed, protect_caches
 from ekiben.run.image import NamedImage, RequiredSignature
@@ -29,10 +30,12 @@ class Engine:
 
     ``image_id``: tag → the id of the image here, "" where there is none; raises EngineError where the engine does not
     answer. ``run_argv``: the words that begin its command, given whether GPUs are wanted; None: as Docker has them.
+    ``entrypoint``: id → the entrypoint of the image.
     """
 
     image_id: Callable[[str], str]
     run_argv: Callable[[bool], Sequence[str]] | None = None
+    entrypoint: Callable[[str], Sequence[str]] = lambda image_id: ()
 
 
 Engines = Mapping[str, Callable[[], Engine]]  # by the name of the program, loaded when needed
@@ -189,7 +192,14 @@ def launch(target: Target, request: RunRequest, environment: Mapping[str, str]) 
     if target.engine is None:
         return _sif(target, request, environment, folders)
     begin = target.engine.run_argv(request.gpu) if target.engine.run_argv else _docker_argv(request, environment)
+    if request.executes:  # the image's own program would get the command as its arguments
+        begin = [*begin, *_without_program(target.engine.entrypoint(target.image))]
     return _container(begin, target.image, request, environment, folders)
+
+
+def _without_program(entrypoint: Sequence[str]) -> list[str]:
+    kept = with_start(entrypoint, ())
+    return [] if kept == [*entrypoint] else ["--entrypoint", *(kept or [""])]
 
 
 def _sif(target: Target, request: RunRequest, environment: Mapping[str, str], folders: Sequence[str]) -> Launch:

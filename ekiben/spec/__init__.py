@@ -2,6 +2,7 @@
 
 base_packages   what the Python of a base brings: LAYER.packages.json
 bases_lock      which image of a registry a definition's tag names, as locked
+container       `docker:` of recipe.yaml: what a container of the Docker image starts with
 definition      a definition file of images/, and the agent of its ``Bootstrap:``
 definition_text its stages, headers and sections, and the values of its arguments
 definition_apps SCIF apps of a definition file
@@ -19,6 +20,7 @@ source_folders  where the files of a recipe may lie, and what the user includes 
 __all__ = [
     "base_packages",
     "bases_lock",
+    "container",
     "definition",
     "definition_apps",
     "definition_scripts",

@@ -23,6 +23,7 @@ from ekiben.core.files import parse_yaml, read_yaml, tree_paths
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.core.printable import single_line
 from ekiben.core.settings import read_settings
+from ekiben.spec.container import ContainerConfig
 from ekiben.spec.source_folders import SourceFolders, follow, included_paths
 from ekiben.spec.task_command import parse_command, search_folders
 
@@ -77,6 +78,7 @@ class RecipeFile:
     data: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+    docker: ContainerConfig | None = None
     test: str = ""
 
     def __post_init__(self) -> None:
@@ -96,6 +98,11 @@ class RecipeFile:
             raise ValueError(
                 f"default_task: there is no task '{self.default_task}'." + nearest(self.default_task, self.tasks)
             )
+        if self.docker and self.docker.entrypoint and self.tasks:
+            raise ValueError(
+                "docker.entrypoint: `docker run IMAGE TASK` would give the task to this program; leave out the"
+                " entrypoint, or the tasks"
+            )
         check_variables(self.environment)
         for key, paths in (("code", self.code), ("data", self.data)):
             if "." in paths:
@@ -110,6 +117,7 @@ class ShippedRecipe:
     description: str
     tasks: Mapping[str, ShippedTask]
     stack: str = ""
+    docker: ContainerConfig | None = None
 
     @classmethod
     def parse(cls, data: bytes) -> ShippedRecipe:
@@ -123,6 +131,7 @@ class ShippedRecipe:
                 for task, value in fields.tasks("tasks").items()
             },
             fields.text("stack", ""),
+            ContainerConfig.parse(fields.object("docker")) if "docker" in fields else None,
         )
 
 

@@ -350,6 +350,16 @@ STARTS = [
         run=("x",),
     ),
     Case(
+        "config",
+        "FROM BASE AS one\nARG P=9\nEXPOSE 80 8000-8002/udp $P\nVOLUME /v /w\nUSER app\nWORKDIR /home/app\n"
+        "STOPSIGNAL SIGINT\nHEALTHCHECK --interval=1m30s --timeout=2s --start-period=500ms --retries=2 CMD test -e /x\n"
+        'CMD ["sh"]\nFROM one\nEXPOSE 443/tcp\nVOLUME ["/y z"]\nENTRYPOINT echo a $P\nSHELL ["bash", "-c"]\n'
+        "ONBUILD RUN echo later\nUSER root",
+    ),
+    Case("config-none", "FROM BASE\nUSER 99:77\nHEALTHCHECK NONE\nENTRYPOINT []\nCMD [] "),
+    Case("config-health", 'FROM BASE\nHEALTHCHECK CMD ["sh", "-c", "a b"]\nSTOPSIGNAL 9\nENTRYPOINT ["sh"]'),
+    Case("config-triggers", "FROM BASE AS one\nONBUILD RUN echo t >/o\nFROM one\nRUN cat /o >/p"),
+    Case(
         "labels",
         "FROM BASE\n"
         'LABEL a=1 b="two words"\n'

@@ -24,9 +24,12 @@ from pathlib import Path
 import pytest
 
 from dockerfile_cases import CASES, Case
+from ekiben.core.progress import Progress
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.tar import tar_stream
+from ekiben.inspect.image_info import image_of_sif
 from ekiben.project.dockerfile import Conversion, convert
+from ekiben.store import Store
 from workspaces import ROOT, Cli, Workspace, need
 
 pytestmark = pytest.mark.covers("docs/tutorials", "ekiben/project/dockerfile", "ekiben/cli/commands/init.py")
@@ -127,11 +130,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a build left: files that differ from the base's, variables, labels."""
+    """What a build left: files that differ from the base's, variables, labels, and what else an image's config has."""
 
     files: Listing
     environment: Mapping[str, str]
     labels: Mapping[str, str]
+    config: Mapping[str, object]
+
+
+CONFIG = (
+    *("Cmd", "Entrypoint", "ExposedPorts", "Healthcheck", "OnBuild", "Shell"),
+    *("StopSignal", "User", "Volumes", "WorkingDir"),
+)
+
+
+def config_of(config: Mapping[str, object]) -> dict[str, object]:
+    """The fields that are not empty."""
+    return {name: config[name] for name in CONFIG if config.get(name)}
 
 
 @dataclass
@@ -192,7 +207,7 @@ def docker_result(image: str, base_files: Listing) -> Result:
         docker("rm", container)
     config = json.loads(docker("image", "inspect", image))[0]["Config"]
     environment = dict(line.split("=", 1) for line in config["Env"])
-    return Result(changed(listing_of_tar(data), base_files), environment, config["Labels"] or {})
+    return Result(changed(listing_of_tar(data), base_files), environment, config["Labels"] or {}, config_of(config))
 
 
 def changed(files: Listing, base: Listing) -> Listing:
@@ -247,7 +262,7 @@ def built(
         config = json.loads((store / "blobs/sha256" / image["image"].removeprefix("sha256:")).read_bytes())["config"]
         environment = dict(line.split("=", 1) for line in config["Env"])
         result.actual[case.name] = Result(
-            changed(listing_of_layers(store, digests[:-1]), below), environment, config["Labels"]
+            changed(listing_of_layers(store, digests[:-1]), below), environment, config["Labels"], config_of(config)
         )
         result.sifs[case.name] = folder / f"{recipe.name}.sif"
     yield result
@@ -264,6 +279,7 @@ def test_build_is_as_docker_builds(case: Case, built: Built) -> None:
     environment = {name: value for name, value in actual.environment.items() if name != "EKIBEN_RECIPE"}
     assert environment == expected.environment
     assert expected.labels.items() <= actual.labels.items()
+    assert actual.config == expected.config
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.run is not None], ids=lambda case: case.name)
@@ -274,6 +290,37 @@ def test_start_is_as_docker_starts(case: Case, built: Built) -> None:
         argv = ["apptainer", "-q", "run", "--cleanenv", "--no-home", str(built.sifs[case.name]), *arguments]
         actual = subprocess.run(argv, capture_output=True, text=True, check=False, cwd="/")
         assert actual.stdout.strip() == expected, actual.stderr
+
+
+def test_base_starts_as_it_is_and_commands_run_without_its_program(base: str, workspace: Workspace, cli: Cli) -> None:
+    """Without a Dockerfile: program, user and folder of an image of others, in Docker and in its SIF's record."""
+    folder = workspace.folder("inherited")
+    text = f'FROM {base}\nUSER app\nWORKDIR /opt/full\nENTRYPOINT ["echo", "started"]\nCMD ["now"]\nEXPOSE 80\n'
+    (folder / "Dockerfile").write_text(text)
+    name = f"{REGISTRY}/ekiben-test/inherited:1"
+    docker("build", "-q", "-t", name, folder)
+    docker("push", "-q", name)
+    recipe = folder / "inherits"
+    (recipe / "images").mkdir(parents=True)
+    (recipe / "images/inherits.def").write_text(f"Bootstrap: docker\nFrom: {name}\n\n%test\n    [ -e /opt/full/old ]\n")
+    (recipe / "recipe.yaml").write_text(
+        "name: inherits\ndescription: d\nstack: cu130\nlayer: inherits\ntasks: {}\ndocker: {stop_signal: SIGINT}\n"
+    )
+    cli.run("lock", recipe, cwd=folder)
+    store = folder / "store"
+    cli.run("--store", store, "build", recipe, "--format", "docker", "--format", "sif", cwd=folder)
+    expected = config_of(json.loads(docker("image", "inspect", name))[0]["Config"])
+    inspected = json.loads(docker("image", "inspect", "ekiben/inherits"))[0]
+    expected = {**expected, "StopSignal": "SIGINT"}
+    assert config_of(inspected["Config"]) == {key: value for key, value in expected.items() if key != "ExposedPorts"}
+    assert docker("run", "--rm", "ekiben/inherits") == "started now"
+    assert docker("run", "--rm", "ekiben/inherits", "x") == "started x"
+    environment = {"EKIBEN_STORE": str(store)}
+    done = cli.run("exec", "--runtime", "docker", recipe, "--", "cat", "/opt/full/old", cwd=folder, env=environment)
+    assert done.stdout == "old\n"
+    from_sif = image_of_sif(folder / "inherits.sif", Store(folder / "other"), Progress())
+    assert from_sif.image.image_id == inspected["Id"]
+    docker("image", "rm", "--force", "ekiben/inherits", name, code=None)
 
 
 def test_commands_of_the_tutorial_run(base: str, workspace: Workspace, cli: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import shlex
 import sys
@@ -25,6 +26,7 @@ from ekiben.cli.options import (
     include_option,
     refuse_ignored,
 )
+from ekiben.core.checked import Fields, parse_json
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, StoreError, UsageError, nearest
 from ekiben.core.process import name_exit, run, which
@@ -305,16 +307,32 @@ def start_image(
 def engines(asked: str = "auto") -> launch.Engines:
     """Return the engines that keep images; those that ``asked`` cannot mean are not loaded."""
     known: dict[str, Callable[[], launch.Engine]] = {
-        "docker": lambda: launch.Engine(docker_image_id),
+        "docker": lambda: launch.Engine(docker_image_id, entrypoint=functools.partial(_entrypoint, ["docker"])),
     }
     if asked not in ("auto", "docker", *launch.OF_SIF):
         from ekiben.executors import runtimes
 
         known |= {
-            name: functools.partial(launch.Engine, runtime.image_id, runtime.run_argv)
+            name: functools.partial(
+                launch.Engine, runtime.image_id, runtime.run_argv, functools.partial(_entrypoint_in, runtime.run_argv)
+            )
             for name, runtime in runtimes().items()
         }
     return known
+
+
+def _entrypoint_in(run_argv: Callable[[bool], Sequence[str]], image_id: str) -> Sequence[str]:
+    return _entrypoint([*itertools.takewhile("run".__ne__, run_argv(False))], image_id)
+
+
+def _entrypoint(program: Sequence[str], image_id: str) -> Sequence[str]:
+    """Return the entrypoint of an image. Raises EngineError."""
+    done = run([*program, "image", "inspect", "--format", "{{json .Config.Entrypoint}}", image_id], check=False)
+    try:
+        return Fields({"Entrypoint": parse_json(done.stdout) or []}).strings("Entrypoint")
+    except ValueError as error:
+        lines = done.stderr.strip().splitlines() or [f"the image's Entrypoint {error}"]
+        raise EngineError(f"{Path(program[0]).name}: {lines[-1]}") from error
 
 
 def docker_image_id(name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import EkibenError
+from ekiben.spec.container import Healthcheck
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -22,6 +23,10 @@ class BaseConfig:
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     onbuild: tuple[str, ...] = ()
+    ports: tuple[str, ...] = ()
+    volumes: tuple[str, ...] = ()
+    stop_signal: str = ""
+    healthcheck: Healthcheck | None = None
     is_known: bool = True
 
 
@@ -42,6 +47,10 @@ def parse_config(data: bytes) -> BaseConfig:
         entrypoint=texts("Entrypoint"),
         cmd=texts("Cmd"),
         onbuild=texts("OnBuild"),
+        ports=tuple(config.mapping("ExposedPorts", {})),
+        volumes=tuple(config.mapping("Volumes", {})),
+        stop_signal=config.text("StopSignal", ""),
+        healthcheck=Healthcheck.parse_oci(config.object("Healthcheck")) if config.data.get("Healthcheck") else None,
     )
 
 

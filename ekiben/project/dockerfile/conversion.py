@@ -22,6 +22,7 @@ from ekiben.project.dockerfile.evaluate import evaluate
 from ekiben.project.dockerfile.evaluation import Evaluation, Settings
 from ekiben.project.dockerfile.ignore import read_ignore
 from ekiben.project.dockerfile.reader import read_dockerfile
+from ekiben.spec.container import ContainerConfig
 from ekiben.spec.stack import find_stack
 
 
@@ -67,7 +68,7 @@ def convert(folder: Path, conversion: Conversion) -> tuple[list[Path], list[str]
     except ValueError as error:
         raise DefinitionError(f"{path}: {error}") from error
     texts = {f"images/{layer}.def": text for layer, text in definitions.items()}
-    texts["recipe.yaml"] = _recipe(name, conversion, [*definitions][-1])
+    texts["recipe.yaml"] = _recipe(name, conversion, [*definitions][-1], evaluation.final.container_config())
     texts["README.md"] = _readme(name, evaluation, [*definitions])
     with new_folder(folder) as fresh:
         for inside, text in texts.items():
@@ -90,13 +91,14 @@ def _copy_context(context: BuildContext, folder: Path) -> None:
         target.chmod(0o755 if source.stat().st_mode & 0o100 else 0o644)
 
 
-def _recipe(name: str, conversion: Conversion, layer: str) -> str:
+def _recipe(name: str, conversion: Conversion, layer: str, docker: ContainerConfig) -> str:
     content = {
         "name": name,
         "description": f"From {conversion.dockerfile.name}",
         "stack": conversion.stack,
         "layer": layer,
         "tasks": {},
+        **({"docker": dict(docker.key())} if docker.key() else {}),
     }
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ekiben.core.errors import DefinitionError, nearest
@@ -13,6 +13,14 @@ from ekiben.project.dockerfile.context import BuildContext
 from ekiben.project.dockerfile.copy import copy_files
 from ekiben.project.dockerfile.evaluation import Evaluation, Settings
 from ekiben.project.dockerfile.expansion import expand_word, split_line
+from ekiben.project.dockerfile.image_config import (
+    set_healthcheck,
+    set_ports,
+    set_stop_signal,
+    set_trigger,
+    set_volumes,
+)
+from ekiben.project.dockerfile.model import Settings as StageSettings
 from ekiben.project.dockerfile.model import Stage, Step
 from ekiben.project.dockerfile.reader import Dockerfile, Instruction, parse_dockerfile
 from ekiben.project.dockerfile.run import run_step
@@ -22,13 +30,6 @@ _STAGE_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Arguments that BuildKit sets for each stage that declares them.
 _PREDEFINED = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
-NOT_USED = {
-    "EXPOSE": "a runtime shares the host's network, or gets the ports when it starts",
-    "VOLUME": "what a folder holds stays in the image; show another one with --bind where it runs",
-    "STOPSIGNAL": "the runtime decides which signal ends a container",
-    "HEALTHCHECK": "nothing here runs it; write a test: in recipe.yaml",
-    "ONBUILD": "it is for images on this one; write it into their Dockerfile",
-}
 
 
 def evaluate(dockerfile: Dockerfile, context: BuildContext, settings: Settings) -> Evaluation:
@@ -49,7 +50,7 @@ def _perform(evaluation: Evaluation, instruction: Instruction) -> None:
         evaluation.problem(instruction, "only ARG may come before FROM")
         return
     try:
-        _HANDLERS.get(instruction.name, _not_used)(evaluation, instruction)
+        _HANDLERS[instruction.name](evaluation, instruction)
     except ValueError as error:
         evaluation.problem(instruction, str(error))
         return
@@ -91,6 +92,14 @@ def _from(evaluation: Evaluation, instruction: Instruction) -> None:
         stage.user, stage.workdir = config.user, config.workdir or "/"
         stage.shell = config.shell or stage.shell
         stage.entrypoint, stage.cmd = config.entrypoint, config.cmd
+        stage.docker = StageSettings(
+            user=config.user,
+            shell=config.shell,
+            ports=set(config.ports),
+            volumes=set(config.volumes),
+            stop_signal=config.stop_signal,
+            healthcheck=config.healthcheck,
+        )
         if not config.is_known:
             evaluation.note(
                 instruction,
@@ -98,8 +107,8 @@ def _from(evaluation: Evaluation, instruction: Instruction) -> None:
                 " is not known here, and taken to be Docker's defaults",
             )
     evaluation.stages.append(stage)
-    if parent is None:
-        _run_triggers(evaluation, stage)
+    triggers = stage.config.onbuild if parent is None else evaluation.stages[parent].docker.onbuild
+    _run_triggers(evaluation, reference, triggers)
 
 
 def _config(evaluation: Evaluation, reference: str) -> BaseConfig:
@@ -114,14 +123,14 @@ def _inherit(stage: Stage, parent: Stage) -> None:
     stage.visible, stage.lower = dict(parent.visible), dict(parent.environment)
     stage.user, stage.workdir, stage.shell = parent.user, parent.workdir, parent.shell
     stage.entrypoint, stage.cmd, stage.is_start_set = parent.entrypoint, parent.cmd, parent.is_start_set
-    stage.folders = set(parent.folders)
+    stage.folders, stage.docker = set(parent.folders), parent.docker.child()
 
 
-def _run_triggers(evaluation: Evaluation, stage: Stage) -> None:
-    """Evaluate the ONBUILD instructions of the base."""
-    for trigger in stage.config.onbuild:
-        text = f"FROM {stage.base}\n{trigger}\n"
-        path = Path(f"{stage.where} (ONBUILD of {stage.base})")
+def _run_triggers(evaluation: Evaluation, base: str, triggers: Iterable[str]) -> None:
+    """Evaluate the ONBUILD instructions of the base in the current stage."""
+    for trigger in triggers:
+        text = f"FROM {base}\n{trigger}\n"
+        path = Path(f"{evaluation.stage.where} (ONBUILD of {base})")
         for instruction in parse_dockerfile(path, text).instructions[1:]:
             _perform(evaluation, instruction)
 
@@ -225,6 +234,7 @@ def _user(evaluation: Evaluation, instruction: Instruction) -> None:
     stage.user = evaluation.expand_path(instruction.text)
     if not stage.user or re.search(r"\s", stage.user):
         raise ValueError(f"expected USER NAME or USER NAME:GROUP, found: {instruction.text}")
+    stage.docker.user = stage.user
     name, _, group = stage.user.partition(":")
     stage.user = "" if name in ("root", "0") and group in ("", "root", "0") else stage.user
 
@@ -232,7 +242,7 @@ def _user(evaluation: Evaluation, instruction: Instruction) -> None:
 def _shell(evaluation: Evaluation, instruction: Instruction) -> None:
     if not instruction.argv:
         raise ValueError(f'expected SHELL ["PROGRAM", "-c"], found: {instruction.text}')
-    evaluation.stage.shell = instruction.argv
+    evaluation.stage.shell = evaluation.stage.docker.shell = instruction.argv
 
 
 def _start_argv(evaluation: Evaluation, instruction: Instruction) -> tuple[str, ...]:
@@ -253,10 +263,6 @@ def _cmd(evaluation: Evaluation, instruction: Instruction) -> None:
     stage.cmd, stage.is_start_set, stage.is_cmd_set = _start_argv(evaluation, instruction), True, True
 
 
-def _not_used(evaluation: Evaluation, instruction: Instruction) -> None:
-    evaluation.note(instruction, f"not used: {NOT_USED[instruction.name]}")
-
-
 def _run(evaluation: Evaluation, instruction: Instruction) -> None:
     run_step(evaluation, instruction)
 
@@ -275,6 +281,11 @@ _HANDLERS: dict[str, Callable[[Evaluation, Instruction], None]] = {
     "RUN": _run,
     "COPY": copy_files,
     "ADD": copy_files,
+    "EXPOSE": set_ports,
+    "VOLUME": set_volumes,
+    "STOPSIGNAL": set_stop_signal,
+    "HEALTHCHECK": set_healthcheck,
+    "ONBUILD": set_trigger,
 }
 
 __all__ = ["evaluate"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ekiben.project.dockerfile.base_config import BaseConfig
 from ekiben.project.dockerfile.shell import DEFAULT_SHELL
+from ekiben.spec.container import ContainerConfig, Healthcheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,23 @@ class Group:
 
 
 @dataclass(slots=True, kw_only=True)
+class Settings:
+    """What only the configuration of a Docker image has. ``user`` is USER as written."""
+
+    user: str = ""
+    shell: tuple[str, ...] = ()
+    ports: set[str] = field(default_factory=set)
+    volumes: set[str] = field(default_factory=set)
+    stop_signal: str = ""
+    healthcheck: Healthcheck | None = None
+    onbuild: list[str] = field(default_factory=list)
+
+    def child(self) -> Settings:
+        """Return the settings of a stage on this one; the instructions of ONBUILD are carried out there."""
+        return replace(self, ports=set(self.ports), volumes=set(self.volumes), onbuild=[])
+
+
+@dataclass(slots=True, kw_only=True)
 class Stage:
     """A stage with what its instructions have set so far.
 
@@ -76,6 +94,7 @@ class Stage:
     is_start_set: bool = False
     labels: dict[str, str] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
+    docker: Settings = field(default_factory=Settings)
 
     @property
     def group(self) -> Group:
@@ -89,6 +108,24 @@ class Stage:
         self.lower = dict(self.environment)
         self.groups.append(Group())
         return self.groups[-1]
+
+    def container_config(self) -> ContainerConfig:
+        """Return what a container of the image starts with. What only an unknown base sets is left to it."""
+        is_known, docker = self.config.is_known, self.docker
+        is_workdir_known = is_known or bool(self.folders)
+        has_program = self.is_start_set or (is_known and bool(self.entrypoint or self.cmd))
+        return ContainerConfig(
+            entrypoint=self.entrypoint if has_program else None,
+            cmd=self.cmd if has_program else None,
+            user=docker.user,
+            workdir=self.workdir if is_workdir_known else "",
+            ports=tuple(sorted(docker.ports)),
+            volumes=tuple(sorted(docker.volumes)),
+            stop_signal=docker.stop_signal,
+            healthcheck=docker.healthcheck,
+            shell=docker.shell,
+            onbuild=tuple(docker.onbuild),
+        )
 
     def exports(self) -> dict[str, str]:
         """Return the variables of a command besides those of the layers below: arguments, and ENV of this layer."""

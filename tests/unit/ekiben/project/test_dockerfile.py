@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ekiben.core.errors import DefinitionError, UsageError
 from ekiben.project.dockerfile import Conversion, convert, dockerfile_of, find_dockerfile
@@ -17,7 +18,7 @@ from ekiben.project.dockerfile.ignore import read_ignore
 from ekiben.project.dockerfile.pattern import copy_pattern, ignore_pattern
 from ekiben.project.dockerfile.reader import parse_dockerfile
 from ekiben.resolve.resolve import resolve
-from ekiben.spec.recipe import find_recipe
+from ekiben.spec.recipe import ShippedRecipe, find_recipe
 from support.sample_recipe import RunCli
 
 BASE = f"127.0.0.1:9/lab/base@sha256:{'1' * 64}"
@@ -230,11 +231,6 @@ def test_every_problem_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "note"),
     [
-        ("EXPOSE 80", "EXPOSE: not used"),
-        ("VOLUME /x", "VOLUME: not used"),
-        ("HEALTHCHECK --interval=5s CMD x", "HEALTHCHECK: not used"),
-        ("STOPSIGNAL 9", "STOPSIGNAL: not used"),
-        ("ONBUILD RUN x", "ONBUILD: not used"),
         ("MAINTAINER me", "kept as the label org.opencontainers.image.authors"),
         ('LABEL "a b"=c', "a b is left out"),
         ("COPY none* /x/", "matches nothing"),
@@ -244,6 +240,59 @@ def test_every_problem_is_reported(tmp_path: Path) -> None:
 def test_what_is_not_used_is_named(tmp_path: Path, line: str, note: str) -> None:
     _, notes = converted(tmp_path, f"FROM BASE\n{line}\n")
     assert [text for text in notes if f"{tmp_path}/Dockerfile:2: " in text and note in text] == notes != []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"entrypoint": ["start"], "cmd": ["now"], "workdir": "/srv"}),
+        ("USER root\nWORKDIR x", {"entrypoint": ["start"], "cmd": ["now"], "workdir": "/srv/x", "user": "root"}),
+        ('ENTRYPOINT ["a"]', {"entrypoint": ["a"], "cmd": [], "workdir": "/srv"}),
+        ("CMD a b", {"entrypoint": ["start"], "cmd": ["/bin/sh", "-c", "a b"], "workdir": "/srv"}),
+        ("EXPOSE 80 8000-8001/UDP $P", {"ports": ["80/tcp", "8000/udp", "8001/udp", "9/tcp"]}),
+        ('VOLUME /v /w\nVOLUME ["/y z"]', {"volumes": ["/v", "/w", "/y z"]}),
+        ("STOPSIGNAL SIGINT", {"stop_signal": "SIGINT"}),
+        ("HEALTHCHECK CMD a b", {"healthcheck": {"test": ["CMD-SHELL", "a b"]}}),
+        ('HEALTHCHECK --interval=1m30s --retries=2 CMD ["a"]', {"healthcheck": {"test": ["CMD", "a"]}}),
+        ("HEALTHCHECK none", {"healthcheck": {"test": ["NONE"]}}),
+        ('SHELL ["bash", "-c"]', {"shell": ["bash", "-c"]}),
+        ("ONBUILD RUN x", {"onbuild": ["RUN x"]}),
+    ],
+)
+def test_configuration_of_the_docker_image(tmp_path: Path, text: str, expected: dict[str, object]) -> None:
+    converted(tmp_path, f"FROM BASE\nARG P=9\n{text}\n", CONFIG)
+    docker = yaml.safe_load((tmp_path / "mine/recipe.yaml").read_text())["docker"]
+    if "healthcheck" in expected and "--" in text:
+        expected = {"healthcheck": {"test": ["CMD", "a"], "interval": "1m30s", "retries": 2}}
+    assert {name: value for name, value in docker.items() if name in expected} == expected
+    if "workdir" in expected:
+        assert docker == expected
+    recipe = find_recipe(str(tmp_path / "mine"))
+    shipped = ShippedRecipe.parse((recipe.folder / "recipe.yaml").read_bytes())
+    assert recipe.file.docker == shipped.docker is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("EXPOSE 70000", "found: 70000"),
+        ("VOLUME x", "volumes: 'x' is not an absolute path"),
+        ("STOPSIGNAL a b", "'a b' is not a signal"),
+        ("HEALTHCHECK x", "expected HEALTHCHECK"),
+        ("HEALTHCHECK --interval=5 CMD x", "'5' is not a duration"),
+        ("HEALTHCHECK --some=5 CMD x", "--some: expected --interval"),
+        ("ONBUILD FROM x", "FROM cannot follow ONBUILD"),
+    ],
+)
+def test_wrong_configuration_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(DefinitionError, match=f"Dockerfile:2: .*{message}"):
+        converted(tmp_path, f"FROM BASE\n{line}\n")
+
+
+def test_triggers_of_a_stage_are_carried_out_on_it(tmp_path: Path) -> None:
+    files, _ = converted(tmp_path, "FROM BASE AS one\nONBUILD RUN echo trigger\nFROM one\nRUN echo mine\n")
+    assert script(files["mine-1"]).index("echo trigger") < script(files["mine-1"]).index("echo mine")
+    assert "onbuild" not in (tmp_path / "mine/recipe.yaml").read_text()
 
 
 def test_unknown_base_is_named_and_its_variables_stay(tmp_path: Path) -> None:
@@ -344,10 +393,10 @@ def test_names_of_dockerfiles(tmp_path: Path, name: str) -> None:
 
 
 def test_command_line(tmp_path: Path, run_cli: RunCli) -> None:
-    (tmp_path / "Dockerfile").write_text(f"FROM {BASE}\nARG A=1\nRUN echo $A\nEXPOSE 1\n")
+    (tmp_path / "Dockerfile").write_text(f"FROM {BASE}\nARG A=1\nRUN echo $A\nLABEL 'a b'=c\n")
     done = run_cli("init", tmp_path / "mine", "--from", tmp_path, "--build-arg", "A=7")
     assert f"{tmp_path}/mine/images/mine-1.def" in done.stdout
-    assert "Dockerfile:4: EXPOSE: not used" in done.stderr and f"lock {tmp_path}/mine" in done.stderr
+    assert "Dockerfile:4: LABEL: a b is left out" in done.stderr and f"lock {tmp_path}/mine" in done.stderr
     assert "export A=7" in (tmp_path / "mine/images/mine-1.def").read_text()
     assert "is for a Dockerfile" in run_cli("init", tmp_path / "new", "--target", "x", code=2).stderr
     assert "no Dockerfile" in run_cli("init", tmp_path / "new", "--from", tmp_path / "mine", code=2).stderr
