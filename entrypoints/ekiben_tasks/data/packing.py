@@ -38,10 +38,10 @@ class PackedBatch:
     cu_seqlens: torch.Tensor  # [examples + 1], int32: 0, then where each example ends
     seq_lens: tuple[int, ...]
     layout: Layout = "packed"
-    asks: bool = False  # for the likeliest tokens instead of the loss of the labels
+    asks: bool = False  # for the likeliest tokens, or a classifier's logits, instead of the loss of the labels
 
     def ask(self) -> PackedBatch:
-        """Return the batch as a question for the tokens at its labels' places."""
+        """Return the batch as a question for the tokens at its labels' places, or for a classifier's logits."""
         return dataclasses.replace(self, asks=True)
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -120,7 +120,7 @@ def pack(examples: Sequence[Example], layout: Layout = "packed") -> PackedBatch:
         ids=torch.from_numpy(ids),
         position_ids=torch.from_numpy(position_ids),
         target_positions=_tensor([start + positions - 1 for start, positions in zip(starts, targets, strict=True)]),
-        labels=_tensor([example.ids[positions] for example, positions in zip(examples, targets, strict=True)]),
+        labels=_tensor([example.target_labels for example in examples]),
         cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32),
         seq_lens=tuple(seq_lens),
         layout=layout,

@@ -1,4 +1,4 @@
-"""Define the kinds of examples: an instruction and its response, columns for a template, or a conversation.
+"""Define the kinds of examples: an instruction and its response, columns for a template, a conversation, a text.
 
 Examples are checked here, one by one, and every problem is a sentence; tokenize.py makes tokens of the valid ones.
 """
@@ -46,17 +46,22 @@ _FIELD = re.compile(r"[^\[\].!:]+(\[[^\[\]]+\])*")
 class DatasetFormat:
     """Define the settings ``form``: which kind of examples the data holds, and how they become text."""
 
-    kind: Literal["instruction", "template", "chat", "text"] = option(
+    kind: Literal["instruction", "template", "chat", "text", "classification"] = option(
         "instruction",
         "instruction, input and output under Alpaca's headings, or prompt and completion without; template: as below;"
-        " chat: conversations; text: plain texts, joined and cut into rows of max_length tokens",
+        " chat: conversations; text: plain texts, joined and cut into rows of max_length tokens; classification: texts"
+        " with a label, which train a classification head in place of the output layer",
     )
     prompt: str = option(
         "", "template: the prompt, with columns in braces; {answer[text]} reaches inside one, {{ is a brace"
     )
     response: str = option("{output}", "template: the response, in the same way")
     chat: str = option("auto", "chat: auto (the tokenizer's own template, else prompter), prompter, or a Jinja file")
-    column: str = option("text", "text: the column that has it; a .txt file is one text")
+    column: str = option("text", "text, classification: the column that has the text; a .txt file is one text")
+    label: str = option("label", "classification: the column that has the label, text or a whole number")
+    labels: tuple[str, ...] = option(
+        (), "classification: all labels, in the order of the head's outputs; empty: those of the data, sorted"
+    )
 
 
 INSTRUCTION = DatasetFormat()
@@ -104,15 +109,34 @@ class Conversation:
     tools: tuple[Any, ...] = ()
 
 
-RawExample = Instruction | PromptCompletion | Conversation
+@dataclass(frozen=True, slots=True)
+class LabelledText:
+    """Hold an example of kind ``classification``."""
+
+    text: str
+    label: str
+
+
+RawExample = Instruction | PromptCompletion | Conversation | LabelledText
 
 
 def check_format(form: DatasetFormat) -> None:
-    """Raise SettingError for a template that names no column, or is not a valid format string."""
+    """Raise SettingError for a template that names no column or is no format string, and for labels that are wrong."""
     if form.kind == "template":
         if not form.prompt and not _fields(form.response, "form.response"):
             raise SettingError("setting form.response: names no column, so every example would be the same")
         _fields(form.prompt, "form.prompt")
+    if form.labels and (len(form.labels) < 2 or len(set(form.labels)) < len(form.labels)):
+        raise SettingError("setting form.labels: must be at least two different labels, or empty")
+
+
+def refuse_labels(form: DatasetFormat) -> None:
+    """Raise SettingError for texts with labels, where a task needs prompts."""
+    if form.kind == "classification":
+        raise SettingError(
+            "setting form.kind=classification: is for `train`; load the classifier with transformers'"
+            ' pipeline("text-classification"), or use another kind'
+        )
 
 
 def parse_example(item: Any, form: DatasetFormat, *, asked: bool = False) -> RawExample | str:
@@ -132,8 +156,11 @@ def parse_example(item: Any, form: DatasetFormat, *, asked: bool = False) -> Raw
                 "template": "{" + ", ".join(f'"{name}": ...' for name in column_names(form, asked=asked)) + "}",
                 "chat": '{"messages": [{"role": "user", "content": ...}, ...]}',
                 "text": f'{{"{form.column}": ...}}',
+                "classification": f'{{"{form.column}": ..., "{form.label}": ...}}',
             }[form.kind]
         )
+    if form.kind == "classification":
+        return _labelled(item, form)
     if form.kind == "template":
         return _fill(item, form, asked)
     if all(item.get(name) is not None for name in _PREFERENCES):
@@ -158,6 +185,8 @@ def list_unused(item: Any, form: DatasetFormat, *, asked: bool = False) -> list[
         known = frozenset((*columns, "tools"))
     elif form.kind == "text":
         known = frozenset((form.column,))
+    elif form.kind == "classification":
+        known = frozenset((form.column, form.label))
     else:
         known = frozenset(
             next((name for name in names if item.get(name) is not None), "") for names in _COLUMNS.values()
@@ -194,6 +223,20 @@ def _text(item: str | Mapping[str, Any], column: str, asked: bool) -> PromptComp
     if not text.strip():
         return f"{column} is empty"
     return PromptCompletion(text, "") if asked else PromptCompletion("", text)
+
+
+def _labelled(item: Mapping[str, Any], form: DatasetFormat) -> LabelledText | str:
+    text = _text(item, form.column, asked=True)
+    if isinstance(text, str):
+        return text
+    label = item.get(form.label)
+    if label is None:
+        return f"{form.label} is missing.{nearest(form.label, map(str, item))}".rstrip(".")
+    if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
+        return f"{form.label} is {label!r}; a label is a text or a whole number"
+    if form.labels and str(label) not in form.labels:
+        return f"{form.label} is {str(label)!r}, which is not one of form.labels.{nearest(str(label), form.labels)}"
+    return LabelledText(text.prompt, str(label))
 
 
 def _instruction(item: Mapping[str, Any], asked: bool) -> Instruction | PromptCompletion | str:

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ekiben_tasks.data.schema import Conversation, DatasetFormat, Instruction, Message, PromptCompletion, RawExample
+from ekiben_tasks.data.schema import (
+    Conversation,
+    DatasetFormat,
+    Instruction,
+    LabelledText,
+    Message,
+    PromptCompletion,
+    RawExample,
+)
 from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError
 
@@ -50,23 +58,36 @@ PROMPTER = (
 class Example:
     """Hold the tokens of one example. ids: ``[tokens]``. targets: [start, end) of the tokens that the loss counts.
 
-    Every other token has the label -100, which is ignored.
+    Every other token has the label -100, which is ignored. label: the class of a text, which its last token predicts
+    and which is then the one target.
     """
 
     ids: npt.NDArray[np.int32]
-    targets: tuple[tuple[int, int], ...]
+    targets: tuple[tuple[int, int], ...] = ()
+    label: int | None = None
 
     @property
     def target_positions(self) -> npt.NDArray[np.int64]:
-        """Return the positions of the target tokens, ``[num_target_tokens]``.
+        """Return the positions of the target tokens, ``[num_target_tokens]``; of a class, that behind the last token.
 
         The first token of a text is not among them, because nothing predicts it.
         """
+        if self.label is not None:
+            return np.array([len(self.ids)])
         return np.concatenate([np.arange(max(start, 1), end) for start, end in self.targets])
+
+    @property
+    def target_labels(self) -> npt.NDArray[np.int32]:
+        """Return the tokens at the target positions, or the class, ``[num_target_tokens]``."""
+        if self.label is not None:
+            return np.array([self.label], dtype=np.int32)
+        return self.ids[self.target_positions]
 
     @property
     def num_target_tokens(self) -> int:
         """Return how many tokens the loss counts; the first token of a text is never one of them."""
+        if self.label is not None:
+            return 1
         return sum(max(end - max(start, 1), 0) for start, end in self.targets)
 
 
@@ -134,6 +155,7 @@ def apply_format(tokenizer: Any, form: DatasetFormat) -> str:
             "instruction": "Alpaca's headings",
             "template": "the settings' own template",
             "text": "plain text, joined and cut",
+            "classification": "texts with a label",
         }[form.kind]
     if form.chat == "auto" and tokenizer.chat_template:
         return "the tokenizer's chat template"
@@ -162,6 +184,8 @@ def prompt_text(example: RawExample) -> str:
         return render_prompt(example.instruction, example.input)
     if isinstance(example, PromptCompletion):
         return example.prompt
+    if isinstance(example, LabelledText):
+        return example.text
     return next(message.content for message in reversed(example.messages) if message.role == "user")
 
 
@@ -169,6 +193,8 @@ def full_text(example: RawExample) -> str:
     """Return prompt and response of an example, or all messages of a conversation, as plain text."""
     if isinstance(example, Conversation):
         return "\n".join(message.content for message in example.messages)
+    if isinstance(example, LabelledText):
+        return example.text
     return prompt_text(example) + (example.output if isinstance(example, Instruction) else example.completion)
 
 
@@ -195,6 +221,31 @@ def encode_examples(
             targets[-1] = (targets[-1][0], len(ids))
         encoded.append(Example(np.array(ids, dtype=np.int32), tuple(targets) if mask_prompt else ((0, len(ids)),)))
     return encoded
+
+
+def encode_labelled(tokenizer: Any, examples: Sequence[RawExample], labels: Sequence[str]) -> list[Example]:
+    """Return the tokens that ``tokenizer`` itself gives each text, with the index of its label.
+
+    Padding tokens at the end are left out: transformers' classifiers read the last token that is not padding.
+    """
+    index, encoded = {label: number for number, label in enumerate(labels)}, []
+    for first in range(0, len(examples), _BATCH):
+        batch = [each for each in examples[first : first + _BATCH] if isinstance(each, LabelledText)]
+        token_ids = tokenizer([each.text for each in batch], split_special_tokens=True)["input_ids"]
+        for example, ids in zip(batch, token_ids, strict=True):
+            length = next((size for size in range(len(ids), 1, -1) if ids[size - 1] != tokenizer.pad_token_id), 1)
+            encoded.append(Example(np.array(ids[:length], dtype=np.int32), label=index[example.label]))
+    return encoded
+
+
+def prepare_padding(tokenizer: Any, config: Any) -> int:
+    """Give ``tokenizer`` a padding token, the model's or else the end token, and return its id."""
+    if tokenizer.pad_token_id is None:
+        number = getattr(config.get_text_config(), "pad_token_id", None)
+        is_known = isinstance(number, int) and 0 <= number < len(tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(number) if is_known else tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return int(tokenizer.pad_token_id)
 
 
 def describe_unknown(tokenizer: Any, ids: Sequence[int], embeddings: int) -> str:
@@ -227,7 +278,8 @@ def _render(tokenizer: Any, example: RawExample, special: Sequence[str], *, asks
     prompt = prompt_text(example)
     if asks:
         return _Rendered(prompt)
-    text = prompt + (escape(example.output) if isinstance(example, Instruction) else example.completion)
+    response = full_text(example)[len(prompt) :]
+    text = prompt + (escape(response) if isinstance(example, Instruction) else response)
     return _Rendered(text, ((len(prompt), len(text)),))
 
 

@@ -43,11 +43,11 @@ def prepare(loss_module: LossModule, request: ModelRequest) -> None:
 def _load_causal(request: ModelRequest, shards_in: DistributedContext | None) -> Any:
     proof = verify(load.read_config(request.path))
     if shards_in is None:
-        causal = load.load_base(request.path, request.device, proof.implementation, request.bits)
+        causal = load.load_base(request.path, request.device, proof.implementation, request.bits, request.classes)
     elif shards_in.is_main_process:
         on_host = dataclasses.replace(request.device, torch_device=torch.device("cpu"))
-        causal = load.load_base(request.path, on_host, proof.implementation)
+        causal = load.load_base(request.path, on_host, proof.implementation, classes=request.classes)
     else:
-        causal = load.load_meta_model(request.path, request.device.dtype, proof.implementation)
+        causal = load.load_meta_model(request.path, request.device.dtype, proof.implementation, request.classes)
     attach_masks(causal, proof)
     return causal

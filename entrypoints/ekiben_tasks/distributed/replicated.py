@@ -13,6 +13,7 @@ from ekiben_tasks.distributed.model_loading import load_loss_module
 from ekiben_tasks.distributed.optimizer import OptimizerConfig, load_weights, make_optimizer, set_learning_rate
 from ekiben_tasks.distributed.saved_state import open_saved
 from ekiben_tasks.distributed.strategy import ModelRequest
+from ekiben_tasks.models.description import find_head
 from ekiben_tasks.models.tuning import LossModule
 
 
@@ -44,7 +45,7 @@ class ReplicatedStrategy:
             copy.grad = gradient.view_as(parameter)
             parameter.register_post_accumulate_grad_hook(_make_accumulator(copy.grad))
         causal = loss_module.causal
-        ends = [each for each in (causal.get_input_embeddings(), causal.get_output_embeddings()) if each is not None]
+        ends = [causal.get_input_embeddings(), find_head(causal)]
         in_tables = {id(parameter) for module in ends for parameter in module.parameters()}
         pairs = zip(self.copies, self.parameters, strict=True)
         tables = {id(copy) for copy, parameter in pairs if id(parameter) in in_tables}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ekiben_tasks.distributed.context import DistributedContext
     from ekiben_tasks.distributed.optimizer import OptimizerConfig
     from ekiben_tasks.models.attention_kernel import AttentionKernel
+    from ekiben_tasks.models.classifier import Classes
     from ekiben_tasks.models.device import Device
     from ekiben_tasks.models.memory import Strategy as MemoryLayout
     from ekiben_tasks.models.tuning import LossModule, TuningMethod
@@ -82,6 +83,7 @@ class ModelRequest:
     checkpointed_blocks: int = 0  # their activations are computed again in the backward pass
     compile: bool = False
     attention_kernel: AttentionKernel = "auto"
+    classes: Classes | None = None  # of a classification head
 
 
 class StrategyModule(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ekiben_tasks.data.schema import DatasetFormat, check_format
+from ekiben_tasks.data.schema import DatasetFormat, check_format, refuse_labels
 from ekiben_tasks.evaluation import frame
 from ekiben_tasks.task.errors import SettingError
 from ekiben_tasks.task.settings import option
@@ -47,6 +47,7 @@ def check_squad(settings: SquadSettings) -> None:
         SettingError: some are wrong; the message has all problems.
     """
     check_format(settings.form)
+    refuse_labels(settings.form)
     limits = (("examples", settings.examples, 0), ("max_new_tokens", settings.max_new_tokens, 1))
     problems = _too_small(*limits)
     if settings.form.kind == "chat":
@@ -62,6 +63,7 @@ def check_perplexity(settings: PerplexitySettings) -> None:
         SettingError: some are wrong; the message has all problems.
     """
     check_format(settings.form)
+    refuse_labels(settings.form)
     limits = (("examples", settings.examples, 0), ("max_length", settings.max_length, 0))
     problems = _too_small(*limits)
     if not settings.column or set(settings.column) & set("{}[]"):

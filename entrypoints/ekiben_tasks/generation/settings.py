@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ekiben_tasks.data.schema import DatasetFormat, check_format
+from ekiben_tasks.data.schema import DatasetFormat, check_format, refuse_labels
 from ekiben_tasks.task.errors import SettingError
 from ekiben_tasks.task.settings import option
 
@@ -71,6 +71,7 @@ def check_chat(settings: ChatSettings) -> None:
         SettingError: some are wrong; the message has all problems.
     """
     check_format(settings.form)
+    refuse_labels(settings.form)
     problems = _sampling_problems(settings)
     if settings.system and settings.form.kind != "chat":
         problems.append(
@@ -87,6 +88,7 @@ def check(settings: GenerateSettings) -> None:
         SettingError: some are wrong; the message has all problems.
     """
     check_format(settings.form)
+    refuse_labels(settings.form)
     problems = _too_small(("examples", settings.examples, 0), ("batch_size", settings.batch_size, 1))
     problems += _sampling_problems(settings)
     if not 0 <= settings.hang_minutes < math.inf:

@@ -9,6 +9,7 @@ __all__ = [
     "attention_choice",
     "attention_kernel",
     "checkpoint_folder",
+    "classifier",
     "compile_patches",
     "description",
     "device",

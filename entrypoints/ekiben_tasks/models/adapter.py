@@ -14,14 +14,17 @@ import torch
 from safetensors import SafetensorError
 from transformers.pytorch_utils import Conv1D
 
+from ekiben_tasks.models.classifier import is_classifier
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.load import load_base, load_tokenizer
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task import input_files
 from ekiben_tasks.task.adapter_folder import find_config, read_base
 from ekiben_tasks.task.errors import TaskError, nearest
-from ekiben_tasks.task.files import make_readable, replace_folder
+from ekiben_tasks.task.files import make_readable, replace_folder, write_json
 from ekiben_tasks.task.hub import split_revision
+
+LABELS = "labels.json"  # in the folder of a classifier's adapter, for which PEFT has no such file
 
 
 def add_adapter(model: Any, lora: Lora, target_modules: Sequence[str], seed: int) -> Any:
@@ -60,8 +63,13 @@ def lora_config(model: Any, lora: Lora, target_modules: Sequence[str]) -> Any:
         alpha_pattern=lora.alpha_pattern or {},
         modules_to_save=list(lora.modules_to_save) or None,
         trainable_token_indices=list(lora.trainable_token_indices) or None,
-        task_type="CAUSAL_LM",
+        task_type=_task_type(model),
     )
+
+
+def _task_type(model: Any) -> str:
+    """Return PEFT's name of what the model does; a classifier's head is saved with its adapter."""
+    return "SEQ_CLS" if is_classifier(model) else "CAUSAL_LM"
 
 
 def _check_lora(model: Any, lora: Lora) -> None:
@@ -96,6 +104,8 @@ def resume_adapter(model: Any, folder: Path) -> Any:
         config = peft.PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, peft.LoraConfig):
             raise TypeError(f"it is of the method {config.peft_type}, and LoRA alone can be trained further")
+        if (config.task_type or "CAUSAL_LM") != _task_type(model):
+            raise TypeError(f"it is of the task {config.task_type}, and the run is of {_task_type(model)}")
         config.inference_mode = False
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
         if next(model.parameters()).is_meta:
@@ -121,6 +131,11 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
     file = find_config(folder)
     name = base or read_base(file)
     input_files.check_model_folder(folder)
+    if (folder / LABELS).is_file():
+        raise TaskError(
+            f"adapter {folder}: is of a classifier, which has labels and writes no text; load it with peft's"
+            f" AutoPeftModelForSequenceClassification, whose id2label is in {LABELS}"
+        )
     model = load_base(name, device, bits=bits)
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
@@ -164,6 +179,8 @@ def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], bas
         (staged / "README.md").unlink(
             missing_ok=True
         )  # PEFT's template has empty headings; the run record has this information
+        if is_classifier(model.get_base_model()):
+            write_json(staged / LABELS, {"id2label": model.config.id2label})
         make_readable(staged)
         replace_folder(staged, folder)
     except (OSError, SafetensorError) as error:

@@ -71,10 +71,13 @@ def last_layer(causal: Any) -> tuple[str, ...]:
 
     A head that is tied to the embeddings is the first layer's weight: training it would change both ends.
     """
+    from ekiben_tasks.models.classifier import HEAD, is_classifier
     from ekiben_tasks.models.proof import verify
 
     known = find_architecture(causal.config)
     norms = (known.final_norm,) if known else verify(causal.config).late
+    if is_classifier(causal):
+        return (*norms, HEAD)
     if causal.config.get_text_config().tie_word_embeddings:
         return norms
     head = causal.get_output_embeddings()

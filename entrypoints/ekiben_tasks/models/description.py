@@ -44,6 +44,12 @@ def find_body(causal: Any) -> Any:
     return causal.get_submodule(find_body_path(causal))
 
 
+def find_head(causal: Any) -> Any:
+    """Return the output layer of a causal model, or the head of a classifier."""
+    head = causal.get_output_embeddings()
+    return causal.score if head is None else head
+
+
 def list_linear(modules: Sequence[Any]) -> tuple[str, ...]:
     """Return the last parts of the names of the linear layers in ``modules``, in their order, each once."""
     names: dict[str, None] = {}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ekiben_tasks.models.architecture import attention_width, attention_windows, list_blocks, strip_adapter
+from ekiben_tasks.models.description import find_head
 
 # Dense bf16 (fp16 where there is no bf16) tensor-core peaks with fp32 sums in TFLOP/s, without sparsity, from NVIDIA's
 # data sheets of each product; RTX 30, 40, 50 and PRO: the Ampere GA102, Ada and RTX Blackwell (PRO) architecture
@@ -90,7 +91,7 @@ def training_costs(model: Any) -> Costs:
     """
     causal = strip_adapter(model)
     blocks = list_blocks(causal)
-    head, table = causal.get_output_embeddings(), causal.get_input_embeddings()
+    head, table = find_head(causal), causal.get_input_embeddings()
     flows = any(parameter.requires_grad for parameter in table.parameters())
     per_token, spans = 0.0, dict[int | None, float]()
     for block, window in zip(blocks, attention_windows(causal.config, len(blocks)), strict=True):

@@ -14,6 +14,15 @@ import transformers
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ekiben_tasks.models import attention as attention_module
+from ekiben_tasks.models.classifier import (
+    HEAD,
+    Classes,
+    add_classes,
+    check_classifier,
+    choose_class,
+    finish_classifier,
+    refuse_classifier,
+)
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.hub import format_hub_error, locate_model, split_revision
@@ -54,20 +63,25 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def load_base(name: str, device: Device, attention: str | None = None, bits: int = 16) -> Any:
+def load_base(
+    name: str, device: Device, attention: str | None = None, bits: int = 16, classes: Classes | None = None
+) -> Any:
     """Return the frozen base model on ``device``, its GEMM weights in ``bits`` bits.
 
-    attention: transformers' ``attn_implementation``; None, for generation: transformers' choice.
+    attention: transformers' ``attn_implementation``; None, for generation: transformers' choice. classes: of a
+    classification head in place of the output layer, new where the files have none.
 
     Raises:
-        TaskError: it cannot be loaded or quantised, or does not fit the memory.
+        TaskError: it cannot be loaded or quantised, does not fit the memory, or is a classifier without ``classes``.
     """
     path = locate_model(name)
+    config = _read_config(path, name, classes)
     attention_module.register()
     silence_warnings()
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = choose_class(classes).from_pretrained(
             **pretrained(path),
+            config=config,
             dtype=device.dtype,
             attn_implementation=attention,
             # DeepSpeed shards the weights as they are read.
@@ -79,7 +93,10 @@ def load_base(name: str, device: Device, attention: str | None = None, bits: int
         raise TaskError(f"model {name}: does not fit the memory of {device.name}; choose a smaller one") from error
     except Exception as error:
         raise TaskError(_name_damaged(path) or format_hub_error(error, name, "model")) from error
-    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+    if classes:
+        finish_classifier(model, classes, is_new=f"{HEAD}.weight" in report["missing_keys"])
+    new_keys = {f"{HEAD}.weight"} if classes else set()
+    if missing := sorted(set(report["missing_keys"]) - new_keys):  # transformers fills them with random numbers
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise TaskError(f"model {name}: its files lack the weights {shown}; copy or download it again")
     return model.requires_grad_(False)
@@ -96,19 +113,24 @@ def _name_damaged(path: str) -> str | None:
     return None
 
 
-def load_meta_model(path: str, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
+def load_meta_model(
+    path: str, dtype: torch.dtype = torch.float32, attention: str | None = None, classes: Classes | None = None
+) -> Any:
     """Return the frozen model on the meta device: enough to count with, or to receive another process's weights.
 
     Raises:
         TaskError: its configuration cannot be read, or describes no causal model.
     """
     attention_module.register()
-    config = read_config(path)
+    config = _read_config(path, path, classes)
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = choose_class(classes).from_config(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         raise TaskError(format_hub_error(error, path, "model")) from error
+    if classes:
+        check_classifier(model, path)
+        finish_classifier(model, classes, is_new=False)
     return model.requires_grad_(False)
 
 
@@ -123,6 +145,19 @@ def read_config(path: str) -> Any:
         return transformers.AutoConfig.from_pretrained(**pretrained(path))
     except Exception as error:
         raise TaskError(format_hub_error(error, path, "model")) from error
+
+
+def _read_config(path: str, name: str, classes: Classes | None) -> Any:
+    """Return the configuration of the model ``name``, with ``classes``.
+
+    Raises:
+        TaskError: it cannot be read, or is of a classifier, and ``classes`` is None.
+    """
+    config = read_config(path)
+    if classes:
+        return add_classes(config, classes)
+    refuse_classifier(config, name)
+    return config
 
 
 def longest_context(config: Any) -> int:

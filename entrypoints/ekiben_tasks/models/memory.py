@@ -15,6 +15,8 @@ import torch
 
 from ekiben_tasks.models.activations import kept_bytes
 from ekiben_tasks.models.architecture import list_blocks, strip_adapter
+from ekiben_tasks.models.classifier import is_classifier
+from ekiben_tasks.models.description import find_head
 from ekiben_tasks.models.loss import CHUNK
 from ekiben_tasks.models.proof import choose_layout
 from ekiben_tasks.task.errors import SettingError, nearest
@@ -169,7 +171,7 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     compiled = choices.get("compiled", False) and choices.get("bits", 16) == 16
     size, longest = choices.get("size", 2), int(choices.get("longest", 0))
     table, heads = causal.get_input_embeddings(), getattr(config, "num_attention_heads", None) or 0
-    vocabulary, width = table.weight.size()
+    head, width = find_head(causal), table.weight.size(1)
     counted = kept_bytes(model, longest, torch.bfloat16 if size == 2 else torch.float32, compiled=compiled)
     if counted is None:
         kept = float(_KEPT[0] * width + _KEPT[1] * _inner_width(blocks[0], width))
@@ -190,10 +192,10 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
         root=sum(p.numel() for p in everything if id(p) not in inside),
         layers=len(blocks) if flows else 1,
         width=width,
-        vocabulary=vocabulary,
+        vocabulary=len(head.weight) if is_classifier(causal) else len(table.weight),
         kept=kept,
         is_counted=counted is not None,
-        trains_head=causal.get_output_embeddings().weight.requires_grad,
+        trains_head=head.weight.requires_grad,
         **choices,
     )
 

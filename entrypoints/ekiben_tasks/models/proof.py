@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,8 @@ from ekiben_tasks.task.errors import TaskError
 MAX_GRADIENT, MAX_LOSS = 2e-4, 1e-5
 MAX_PARAMETERS = 150_000_000  # of the small model: it is computed on the CPU
 LENGTHS, EQUAL_LENGTHS = (37, 11, 23), (37, 37, 23, 23)  # longer than every limit of the small model
+# What a classifier's configuration has besides its causal model's.
+_OF_HEADS = ("id2label", "label2id", "problem_type", "pad_token_id", "architectures")
 _proofs: dict[str, Proof] = {}
 
 
@@ -81,7 +84,8 @@ def verify(config: Any) -> Proof:
     Raises:
         TaskError: in no way that is exact, with the reasons; or no small model can be made.
     """
-    key = config.to_json_string(use_diff=False)
+    values = json.loads(config.to_json_string(use_diff=False))
+    key = json.dumps([(name, value) for name, value in values.items() if name not in _OF_HEADS])
     if key not in _proofs:
         with _undisturbed():
             _proofs[key] = _verify(config)

@@ -8,13 +8,15 @@ from typing import Any, Literal, Protocol
 
 import peft
 import torch
+import torch.nn.functional as F
 
 from ekiben_tasks.data import packing
 from ekiben_tasks.models import adapter, attention, compile_patches
 from ekiben_tasks.models import loss as losses
 from ekiben_tasks.models.architecture import last_layer, lora_targets
 from ekiben_tasks.models.attention_kernel import AttentionKernel
-from ekiben_tasks.models.description import find_blocks, find_body_path
+from ekiben_tasks.models.classifier import is_classifier
+from ekiben_tasks.models.description import find_blocks, find_body_path, find_head
 from ekiben_tasks.models.head import Tail
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.models.proof import verify
@@ -61,7 +63,9 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         self.layout = proof.layout
         self.body_path = find_body_path(self.causal)
         # Not where the head is a plain product, which is faster. In a tuple: its modules are the model's own.
-        self.tails = () if proof.has_plain_head and is_plain(self.causal) else (Tail(self.causal),)
+        self.classifies = is_classifier(self.causal)
+        is_product = self.classifies or (proof.has_plain_head and is_plain(self.causal))
+        self.tails = () if is_product else (Tail(self.causal),)
         self.chunk_loss: losses.ChunkLoss = losses.softmax_loss
         self.noise_alpha, self.noise = 0.0, None
 
@@ -76,10 +80,16 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         return self.causal.get_submodule(self.body_path)
 
     def forward(self, batch: packing.PackedBatch) -> torch.Tensor:
-        """Return the summed loss of the target tokens of ``batch``, a scalar in fp32; the likeliest if it asks."""
+        """Return the summed loss of the target tokens of ``batch``, a scalar in fp32.
+
+        If it asks: the likeliest tokens, or of a classifier the logits, ``[rows, labels]``, in fp32.
+        """
         self.noise = self._noise_size(batch) if self.noise_alpha and self.training else None
         hidden = attention.forward(self.body, batch, self.dtype, self.attention_kernel)
         hidden = hidden.index_select(0, batch.target_positions)
+        if self.classifies:
+            logits: torch.Tensor = find_head(self.causal)(hidden).float()
+            return logits if batch.asks else F.cross_entropy(logits, batch.labels, reduction="sum")
         if batch.asks:
             weight = self.causal.get_output_embeddings().weight
             return (self.tails[0](hidden) if self.tails else hidden @ weight.T).argmax(-1)
@@ -213,17 +223,36 @@ def check_head(module: LossModule) -> None:
     Raises:
         TaskError: they are not.
     """
-    causal, head = module.causal, module.causal.get_output_embeddings()
-    ids = torch.arange(8, device=head.weight.device)[None] % len(causal.get_input_embeddings().weight)
+    causal, head = module.causal, find_head(module.causal)
+    # No padding: a classifier reads the last token that is none.
+    first = (causal.config.pad_token_id + 1) if module.classifies else 0
+    ids = (first + torch.arange(8, device=head.weight.device)[None]) % len(causal.get_input_embeddings().weight)
     ends = torch.tensor([0, 8], dtype=torch.int32, device=ids.device)
     lengths: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": 8, "row_lengths": (8,)}
     arguments = {"input_ids": ids, "use_cache": False, **(lengths if module.layout == "packed" else {})}
     was_training = causal.training
     causal.eval()
     with torch.no_grad():
-        model_logits = causal(**arguments).logits[0].float()
         hidden = module.body(**arguments)[0][0]
-        head_logits = (module.tails[0](hidden) if module.tails else hidden @ head.weight.T).float()
+        if module.classifies:
+            model_logits, head_logits = _classify(causal, ids), head(hidden[-1]).float()
+        else:
+            model_logits = causal(**arguments).logits[0].float()
+            head_logits = (module.tails[0](hidden) if module.tails else hidden @ head.weight.T).float()
     causal.train(was_training)
     if (model_logits - head_logits).abs().max() > 1e-3 * model_logits.abs().max() + 1e-4:
         raise TaskError(f"{type(causal).__name__}: its logits are not those of its head alone; not supported here")
+
+
+def _classify(causal: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return a classifier's logits of one row, ``[labels]``, by transformers' own forward.
+
+    Some pass no lengths of rows on to the attention of packed ones, so it computes with another one here.
+    """
+    before = causal.config._attn_implementation
+    causal.set_attn_implementation("eager")
+    try:
+        logits: torch.Tensor = causal(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        causal.set_attn_implementation(before)
+    return logits

@@ -3,6 +3,7 @@
 __all__ = [
     "batches",
     "checkpoint",
+    "class_scores",
     "loop",
     "plan",
     "prepare",

@@ -19,6 +19,7 @@ from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.run_metadata import Metrics
 from ekiben_tasks.training.batches import Batches
 from ekiben_tasks.training.checkpoint import Checkpoints
+from ekiben_tasks.training.class_scores import ClassScores
 from ekiben_tasks.training.progress import Progress, is_due
 from ekiben_tasks.training.samples import Samples
 
@@ -300,19 +301,14 @@ class Run:
         if not test:
             return False
         self.callback.on_evaluate_begin(self)
-        total = torch.zeros((), device=self.device.torch_device)
         self.loss_module.eval()
         # Compiling for evaluation would take longer than it saves.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            for index, rows in enumerate(self.batches.share(test, training=False)):
-                self.heartbeat.beat(Phase.EVALUATE, self.step, micro_batch=index)
-                loss = self.strategy.loss(self.batches.collate(rows))
-                total += loss if rows else 0.0
+            total, scores = self._score(test) if self.batches.data.labels else (self._sum_losses(test), None)
         if self.samples and (self.strategy.collective or self.world.is_main_process):
             self._answer(self.samples)
         self.loss_module.train()
-        self.world.all_reduce(total)
-        self.progress.add_test(total.item() / sum(row.num_target_tokens for row in test))
+        self.progress.add_test(total / sum(row.num_target_tokens for row in test), scores)
         ends_early = self.progress.evals_since_best >= self.settings.early_stopping_patience > 0
         if ends_early and self.world.is_main_process:
             since = f"since step {self.progress.best_step}"
@@ -320,6 +316,28 @@ class Run:
                 f"stopped     {self.progress.evals_since_best} evaluations have had no lower loss {since}", flush=True
             )
         return bool(self.world.broadcast(self.callback.on_evaluate(self))) or ends_early
+
+    def _sum_losses(self, test: Sequence[Example]) -> float:
+        """Return the summed loss of ``test``, of all processes together."""
+        total = torch.zeros((), device=self.device.torch_device)
+        for index, examples in enumerate(self.batches.share(test, training=False)):
+            self.heartbeat.beat(Phase.EVALUATE, self.step, micro_batch=index)
+            loss = self.strategy.loss(self.batches.collate(examples))
+            total += loss if examples else 0.0
+        self.world.all_reduce(total)
+        return float(total)
+
+    def _score(self, test: Sequence[Example]) -> tuple[float, dict[str, float]]:
+        """Return a classifier's summed loss of ``test`` and its scores, of all processes together."""
+        scores = ClassScores(len(self.batches.data.labels), self.device.torch_device)
+        for index, examples in enumerate(self.batches.share(test, training=False)):
+            self.heartbeat.beat(Phase.EVALUATE, self.step, micro_batch=index)
+            batch = self.batches.collate(examples)
+            logits = self.strategy.loss(batch.ask())
+            if examples:
+                scores.add(logits, batch.labels)
+        self.world.all_reduce(scores.sums)
+        return scores.results()
 
     def _answer(self, samples: Samples) -> None:
         """Print and record answers to a few rows. The model is in evaluation."""

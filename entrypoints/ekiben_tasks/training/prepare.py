@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from ekiben_tasks.data.schema import RawExample
+from ekiben_tasks.data.schema import LabelledText, RawExample
 from ekiben_tasks.data.sources import (
     InvalidExample,
     Source,
@@ -17,7 +17,14 @@ from ekiben_tasks.data.sources import (
     locate_examples,
     read_all,
 )
-from ekiben_tasks.data.tokenize import Example, describe_unknown, encode_examples, join_texts, split_example
+from ekiben_tasks.data.tokenize import (
+    Example,
+    describe_unknown,
+    encode_examples,
+    encode_labelled,
+    join_texts,
+    split_example,
+)
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.settings import Settings
 
@@ -33,6 +40,7 @@ class Prepared:
     limit: int = 0  # tokens of the longest example allowed
     limit_reason: str = ""
     sequences: list[list[int]] | None = None  # packed sequences: indices of their training examples
+    labels: tuple[str, ...] = ()  # of a classification head's outputs, in order
 
     @property
     def count(self) -> int:
@@ -75,11 +83,15 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
     rows = read_all(sources, seed=settings.seed, skip_bad=skip_bad, form=settings.form, mixture=settings.mixture)
     limit = min(settings.max_length, context)
     reason = ", all that the model takes," if context < settings.max_length else ""
+    labels = _choose_labels(settings, rows) if settings.form.kind == "classification" else ()
     kept = []
     too_long = 0
     last_only: list[RawExample] = []
     for examples in (rows.train, rows.test):
-        encoded = _encode(settings, sources, tokenizer, examples, rows if skip_bad else None, last_only)
+        if labels:
+            encoded = encode_labelled(tokenizer, examples, labels)
+        else:
+            encoded = _encode(settings, sources, tokenizer, examples, rows if skip_bad else None, last_only)
         if settings.form.kind == "text":
             encoded = join_texts(encoded, limit)
         fitting = [example for example in encoded if len(example.ids) <= limit]
@@ -101,7 +113,29 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
         )
     if not kept[0]:
         raise TaskError(f"setting max_length: none of the {len(rows.train)} rows fits {limit} tokens{reason}")
-    return Prepared(kept[0], kept[1], rows, too_long, limit, reason)
+    return Prepared(kept[0], kept[1], rows, too_long, limit, reason, labels=labels)
+
+
+def _choose_labels(settings: Settings, examples: SplitExamples) -> tuple[str, ...]:
+    """Return the labels of the head: the settings', or those of all rows, sorted; numbers by their value.
+
+    Raises:
+        TaskError: there is one label alone.
+    """
+    learned, evaluated = (
+        {each.label for each in part if isinstance(each, LabelledText)} for part in (examples.train, examples.test)
+    )
+    are_numbers = all(label.removeprefix("-").isdecimal() for label in learned | evaluated)
+    known = sorted(learned | evaluated, key=lambda label: (int(label) if are_numbers else 0, label))
+    labels = settings.form.labels or tuple(known)
+    if len(labels) < 2:
+        raise TaskError(
+            f"setting data: every row has the {settings.form.label} {known[0]!r}, and a classifier needs two labels;"
+            " name the column with --set form.label="
+        )
+    if unseen := [label for label in labels if label not in learned]:
+        examples.notes.append(f"no row for training has the label {', '.join(unseen[:5])}")
+    return labels
 
 
 def _shorten(example: Example, limit: int, way: str) -> list[Example]:
@@ -111,6 +145,8 @@ def _shorten(example: Example, limit: int, way: str) -> list[Example]:
     """
     if len(example.ids) <= limit:
         return [example]
+    if example.label is not None:
+        return [Example(example.ids[:limit], label=example.label)]
     if way == "chunk":
         return split_example(example, limit)
     targets = tuple((start, min(end, limit)) for start, end in example.targets if start < limit)
@@ -129,7 +165,10 @@ def check_tokens(data: Prepared, settings: Settings, sources: list[Source], toke
         return
     where = ""
     for content in [*data.rows.train, *data.rows.test]:
-        (again,) = encode_examples(tokenizer, [content], mask_prompt=settings.mask_prompt)
+        if data.labels:
+            (again,) = encode_labelled(tokenizer, [content], data.labels)
+        else:
+            (again,) = encode_examples(tokenizer, [content], mask_prompt=settings.mask_prompt)
         if int(again.ids.max()) >= embeddings:
             where = f"{locate_examples(sources, settings.form)[identify(content)]}: "
             break

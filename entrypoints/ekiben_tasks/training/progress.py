@@ -85,6 +85,7 @@ class RunState:
         self.lengths: list[dict[str, int]] = []
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
         self.last_loss, self.last_eval_loss = math.nan, math.nan
+        self.last_scores: dict[str, float] = {}  # of a classifier's last evaluation
 
     @property
     def wall(self) -> float:
@@ -105,6 +106,7 @@ class RunState:
             "tokens_per_s": round(speed, 1),
             "mfu": None if mfu is None else round(mfu, 4),
             **{name: round(loss, 6) if math.isfinite(loss) else None for name, loss in zip(names, losses, strict=True)},
+            **{f"final_eval_{name}": round(score, 6) for name, score in self.last_scores.items()},
         }
 
     def print_line(self, rate: float, *, epoch: float | None = None) -> None:
@@ -126,9 +128,9 @@ class RunState:
 
     def print_evaluation(self) -> None:
         """Print the loss of the last evaluation."""
-        ppl = math.exp(min(self.last_eval_loss, 100))
-        loss = f"eval loss {self.last_eval_loss:.4f}  perplexity {ppl:.2f}"
-        print(f"step {self.step}/{self.steps}  {loss}", flush=True)
+        scores = [f"{name} {score:.4f}" for name, score in self.last_scores.items()]
+        scores = scores or [f"perplexity {math.exp(min(self.last_eval_loss, 100)):.2f}"]
+        print(f"step {self.step}/{self.steps}  eval loss {self.last_eval_loss:.4f}  {'  '.join(scores)}", flush=True)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values."""
@@ -139,6 +141,7 @@ class RunState:
             "wall": self.wall,
             "last_loss": self.last_loss,
             "last_eval_loss": self.last_eval_loss,
+            "last_scores": self.last_scores,
             "lengths": self.lengths,
         }
 
@@ -146,6 +149,7 @@ class RunState:
         """Continue from the ``state`` of a checkpoint, except its lengths."""
         self.step, self.meter, self.wall_before = state["step"], Meter(**state["meter"]), state["wall"]
         self.last_loss, self.last_eval_loss = state["last_loss"], state["last_eval_loss"]
+        self.last_scores = state.get("last_scores", {})
 
 
 @dataclass(slots=True)
@@ -194,14 +198,15 @@ class Progress(RunState):
         self.meter.count(sum(lengths), self.costs.of_examples(lengths, num_target_tokens))
         self._pending.append(_Pending(self.step, loss, norm, num_target_tokens, rate))
 
-    def add_test(self, loss: float) -> None:
-        """Record and print an evaluation loss, in nats per target token."""
-        self.last_eval_loss = loss
+    def add_test(self, loss: float, scores: dict[str, float] | None = None) -> None:
+        """Record and print an evaluation loss, in nats per target token. scores: of a classifier."""
+        self.last_eval_loss, self.last_scores = loss, scores or {}
         self.evals_since_best += 1
         if loss < self.best_eval_loss:
             self.best_step, self.best_eval_loss, self.evals_since_best = self.step, loss, 0
         if self.metrics:
-            self.metrics.add([{"step": self.step, "eval_loss": loss}])
+            named = {f"eval_{name}": score for name, score in self.last_scores.items()}
+            self.metrics.add([{"step": self.step, "eval_loss": loss, **named}])
             self.print_evaluation()
 
     def flush(self) -> None:

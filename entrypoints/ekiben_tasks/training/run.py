@@ -13,13 +13,14 @@ from typing import Any
 
 from ekiben_tasks.data.packing import fill_sequences
 from ekiben_tasks.data.sources import Source
-from ekiben_tasks.data.tokenize import apply_format
+from ekiben_tasks.data.tokenize import apply_format, prepare_padding
 from ekiben_tasks.distributed import strategy as strategies
 from ekiben_tasks.distributed.context import DistributedContext, Stop, init_distributed
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.distributed.options import DeepSpeed
 from ekiben_tasks.models import flops, load, memory
 from ekiben_tasks.models.attention_choice import choose_kernels, kernels_in_use
+from ekiben_tasks.models.classifier import Classes, describes_classifier, list_labels
 from ekiben_tasks.models.device import GIB, Device, choose_device, dry_run_device, free_ram, named_device
 from ekiben_tasks.models.proof import verify
 from ekiben_tasks.models.tuning import apply_tuning_method, describe
@@ -79,6 +80,8 @@ def run(job: Job) -> int:
     if not job.dry:
         stop.listen()
     tokenizer = load.load_tokenizer(job.path)
+    if job.settings.form.kind == "classification":
+        job = _take_labels(job)
     summary, profile, costs = _decide(job, tokenizer, world)
     if world.is_main_process:
         print("\n".join(run_summary.format_header(summary)), flush=True)
@@ -143,10 +146,17 @@ def _decide(
     # Micro-batches that fit the fullest GPU: processes with different plans would deadlock.
     device = dataclasses.replace(device, memory=world.minimum(device.memory, device.torch_device))
     form = apply_format(tokenizer, settings.form)  # before anything is rendered: it is saved with the tokenizer
-    proof = verify(load.read_config(job.path))
-    meta = apply_tuning_method(load.load_meta_model(job.path), settings)
-    context = load.longest_context(meta.config)
+    config = load.read_config(job.path)
+    proof, context = verify(config), load.longest_context(config)
+    classes = None
+    if settings.form.kind == "classification":
+        # The labels of the data, which a head is made for, are not known yet.
+        classes = Classes(("0", "1"), prepare_padding(tokenizer, config), settings.seed)
+    meta = apply_tuning_method(load.load_meta_model(job.path, classes=classes), settings)
     data = _prepare_data(job, tokenizer, context, len(meta.get_input_embeddings().weight), world, device)
+    if classes:
+        classes = dataclasses.replace(classes, labels=data.labels)
+        meta = apply_tuning_method(load.load_meta_model(job.path, classes=classes), settings)
     needing = ("early_stopping_patience", "load_best_model_at_end", "sample_answers")
     if not data.test and (named := [name for name in needing if getattr(settings, name)]):
         raise TaskError(f"setting {', '.join(named)}: there are no rows for evaluation; set validation_split")
@@ -172,6 +182,7 @@ def _decide(
         plan=make_plan(settings, device, expected, profile, data),
         attention=run_summary.name_attention(proof, kernels.mixed),
         proof=proof,
+        classes=classes,
         kernels=kernels,
         data=data,
         memory=expected,
@@ -183,6 +194,25 @@ def _decide(
         output="removed afterwards" if job.options.temporary else str(job.output.absolute()),
     )
     return summary, profile, flops.training_costs(meta)
+
+
+def _take_labels(job: Job) -> Job:
+    """Return the job with the labels of a base model that is a classifier already, unless the settings have labels.
+
+    Raises:
+        TaskError: the numbers of labels differ.
+    """
+    config, form = load.read_config(job.path), job.settings.form
+    if not describes_classifier(config):
+        return job
+    labels = form.labels or list_labels(config)
+    if labels and len(labels) != config.num_labels:
+        raise TaskError(
+            f"setting form.labels: has {len(labels)} labels, and the model {job.settings.model} {config.num_labels}"
+        )
+    return dataclasses.replace(
+        job, settings=dataclasses.replace(job.settings, form=dataclasses.replace(form, labels=labels))
+    )
 
 
 def _prepare_data(
@@ -213,6 +243,7 @@ def _request(job: Job, summary: RunSummary) -> strategies.ModelRequest:
         checkpointed_blocks=summary.plan.checkpointed,
         compile=summary.plan.compile,
         attention_kernel=summary.kernels.setting,
+        classes=summary.classes,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from ekiben_tasks.training.settings import Settings, list_unused
 
 if TYPE_CHECKING:
     from ekiben_tasks.models.attention_choice import ChosenKernels
+    from ekiben_tasks.models.classifier import Classes
     from ekiben_tasks.models.memory import Memory
     from ekiben_tasks.models.proof import Proof
     from ekiben_tasks.task.checksums import ModelChecksum
@@ -39,6 +40,7 @@ class RunSummary:
     no_device: str | None  # why a dry run has no GPU
     attention: str  # in words
     proof: Proof
+    classes: Classes | None  # of a classification head
     kernels: ChosenKernels
     plan: plan_module.Plan
     data: Prepared
@@ -117,7 +119,7 @@ def format_header(summary: RunSummary) -> list[str]:
         f"data        {sources}",
         f"            {len(data.train):,} rows for training, {len(data.test):,} for evaluation; {left_out}",
         *(f"            {note}" for note in data.rows.notes),
-        f"            as {summary.form}",
+        f"            as {summary.form}{_name_labels(data.labels)}",
         (
             f"            {data.tokens:,} tokens, {data.num_target_tokens:,} of them targets; the longest row has"
             f" {data.longest:,}"
@@ -138,6 +140,12 @@ def format_header(summary: RunSummary) -> list[str]:
         lines[index] = f"device      none: {summary.no_device}{many}"
         lines[-2] = f"memory      {expected}{twice}{host}"
     return [*lines, *_notes(summary, steps)]
+
+
+def _name_labels(labels: Sequence[str]) -> str:
+    """Return how many labels there are, with the first ones, as part of a line."""
+    more = ", …" if len(labels) > 5 else ""
+    return f"; {len(labels)} labels: {', '.join(labels[:5])}{more}" if labels else ""
 
 
 def _notes(summary: RunSummary, steps: int) -> list[str]:
@@ -204,6 +212,7 @@ def result(summary: RunSummary, run: loop.Run, outcome: Outcome) -> dict[str, An
             "eval_rows": len(data.test),
             "tokens": data.tokens,
             "num_target_tokens": data.num_target_tokens,
+            **({"labels": list(data.labels)} if data.labels else {}),
             "too_long": data.too_long,
             "bad": len(data.rows.bad),
             "notes": data.rows.notes,
@@ -255,6 +264,9 @@ def format_footer(summary: dict[str, Any], what: str, output: Path) -> list[str]
         "upload": f"upload --input {weights} --name you/{output.name} --dry-run",
     }
     task = next((name for name in ways if shutil.which(name)), "chat")
+    if "labels" in summary["data"]:
+        task = "python"
+        ways[task] = f'transformers\' pipeline("text-classification", model="{weights}")'
     return [
         (
             f"done        {summary['steps']:,} steps in {summary['time_to_train_s']:,.0f} s,"

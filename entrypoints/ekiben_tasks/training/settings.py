@@ -208,12 +208,34 @@ def check(settings: Settings) -> None:
     problems += [*check_lora(settings.lora), *_optimizer_problems(settings), *_strategy_problems(settings)]
     if (settings.early_stopping_patience or settings.load_best_model_at_end) and not settings.eval_every:
         problems.append("setting eval_every=0: early_stopping_patience and load_best_model_at_end need evaluations")
+    problems += _classifier_problems(settings)
     if settings.bits < 16 and settings.method != "lora":
         problems.append(f"setting bits={settings.bits}: such weights cannot learn; take it with method=lora")
     if reason := missing_package(settings.attention):
         problems.append(reason)
     if problems:
         raise errors.SettingError("\n".join(problems))
+
+
+def _classifier_problems(settings: Settings) -> list[str]:
+    """Return what a run with a classification head cannot have."""
+    if settings.form.kind != "classification":
+        return []
+    tests = [
+        (settings.bits < 16, f"bits={settings.bits}", "the head would be among the frozen weights; use bits=16"),
+        (settings.parallel == "deepspeed", "parallel=deepspeed", "the head is new; use parallel=ddp or fsdp"),
+        (settings.sample_answers > 0, f"sample_answers={settings.sample_answers}", "a label is not an answer; use 0"),
+        (
+            settings.long_examples == "chunk",
+            "long_examples=chunk",
+            "a part of a text may not have its label; use cut or drop",
+        ),
+    ]
+    return [
+        f"setting {name}: not together with form.kind=classification: {reason}"
+        for is_wrong, name, reason in tests
+        if is_wrong
+    ]
 
 
 def _strategy_problems(settings: Settings) -> list[str]:
@@ -259,8 +281,18 @@ def list_unused(settings: Settings, parallel: str) -> list[str]:
         (parallel != "deepspeed", ("deepspeed",), f"with parallel={parallel}"),
         (settings.form.kind != "template", ("form.prompt", "form.response"), f"with form.kind={settings.form.kind}"),
         (settings.form.kind != "chat", ("form.chat",), f"with form.kind={settings.form.kind}"),
-        (settings.form.kind != "text", ("form.column",), f"with form.kind={settings.form.kind}"),
+        (
+            settings.form.kind not in ("text", "classification"),
+            ("form.column",),
+            f"with form.kind={settings.form.kind}",
+        ),
         (settings.form.kind == "text", ("mask_prompt", "long_examples"), "with form.kind=text"),
+        (settings.form.kind == "classification", ("mask_prompt",), "with form.kind=classification"),
+        (
+            settings.form.kind != "classification",
+            ("form.label", "form.labels"),
+            f"with form.kind={settings.form.kind}",
+        ),
         (settings.schedule != "wsd", ("decay_steps",), f"with schedule={settings.schedule}"),
         (settings.schedule == "constant", ("min_learning_rate",), "with schedule=constant"),
         (settings.optimizer == "adafactor", ("adam_beta1", "adam_beta2"), "with optimizer=adafactor"),

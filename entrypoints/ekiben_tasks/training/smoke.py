@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+import peft
 import torch
+import transformers
 
 from ekiben_tasks.data.schema import INSTRUCTION, DatasetFormat
 from ekiben_tasks.distributed.context import init_distributed, shared_scratch
@@ -22,6 +24,8 @@ from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import ensure_output_dir
 from ekiben_tasks.training.settings import Settings, TrainOptions
 from ekiben_tasks.training.train import train
+
+LABELLED, COLOURS = "labelled.jsonl", ("red", "blue")
 
 
 def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
@@ -38,19 +42,23 @@ def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
         ensure_output_dir(output)
     with shared_scratch(world, output) as scratch:
         folder = output or scratch / "result"
+        classifies = settings.form.kind == "classification"
         # Next to the adapter, whose config names this path.
         base = (output or scratch) / "smoke-base"
         if world.is_main_process:
-            make_base(base, sample, form=settings.form)
+            if classifies:
+                make_classifier_base(base)
+            else:
+                make_base(base, sample, form=settings.form)
         world.barrier()  # the other processes read it
         sharded = settings.parallel == "deepspeed" or (settings.parallel == "fsdp" and world.size > 1)
         quick = dataclasses.replace(
             Settings(),
             model=str(base),
-            data=[str(sample)],
+            data=[str(base / LABELLED if classifies else sample)],
             validation_split=0.1,
             mask_prompt=settings.mask_prompt,
-            form=settings.form,
+            form=DatasetFormat(kind="classification") if classifies else settings.form,
             method=settings.method,
             max_length=1024,
             lora=Lora(r=8, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
@@ -71,7 +79,9 @@ def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
         if not world.is_main_process:  # the files of the run are checked once
             return 0
         check_loss_fell(folder)
-        if settings.method == "lora":
+        if classifies:
+            check_classifier(folder, base)
+        elif settings.method == "lora":
             check_adapter(folder / "adapter", base, device, scratch / "merged")
         else:
             check_model(folder / "model", base, device)
@@ -86,6 +96,36 @@ def make_base(folder: Path, sample: Path, *, form: DatasetFormat = INSTRUCTION, 
         TaskError: ``sample`` cannot be read, or an example is invalid.
     """
     tiny.make_model(folder, tiny.sample_texts(sample, form), **sizes)
+
+
+def make_classifier_base(folder: Path) -> None:
+    """Save a random GPT-NeoX into ``folder``, and rows with labels beside it, as LABELLED."""
+    examples = [{"text": f"{number:04} {COLOURS[number % 2]}", "label": COLOURS[number % 2]} for number in range(200)]
+    tiny.make_model(folder, [example["text"] for example in examples])
+    (folder / LABELLED).write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
+
+
+def check_classifier(folder: Path, base: Path) -> None:
+    """Check a trained classifier of make_classifier_base(): transformers or PEFT loads it, and it finds the labels.
+
+    Raises:
+        TaskError: a check failed.
+    """
+    examples = [json.loads(line) for line in (base / LABELLED).read_text(encoding="utf-8").splitlines()]
+    weights = folder / ("adapter" if (folder / "adapter").is_dir() else "model")
+    if weights.name == "adapter":
+        model = peft.AutoPeftModelForSequenceClassification.from_pretrained(weights, num_labels=2)
+    else:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(weights)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    with torch.inference_mode():
+        batch = tokenizer([example["text"] for example in examples], return_tensors="pt", padding=True)
+        logits = model.eval().float()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    correct = sum(
+        sorted(COLOURS)[index] == example["label"] for index, example in zip(logits.argmax(-1), examples, strict=True)
+    )
+    check_smoke("the classifier finds the labels", correct > 0.9 * len(examples), f"{correct} of {len(examples)}")
 
 
 def check_loss_fell(folder: Path) -> None:

@@ -112,10 +112,12 @@ def _save(data: Prepared, entry: Path) -> None:
         _write(staged, "ids", np.concatenate([example.ids for example in examples]))
         _write(staged, "lengths", np.array([len(example.ids) for example in examples]))
         _write(staged, "counts", np.array([len(example.targets) for example in examples]))
-        _write(staged, "targets", np.array([span for example in examples for span in example.targets]))
+        spans = np.array([span for example in examples for span in example.targets], dtype=np.int64)
+        _write(staged, "targets", spans.reshape(-1, 2))  # also where there are none
+        _write(staged, "labels", np.array([-1 if example.label is None else example.label for example in examples]))
         bad = [[each.where, each.problem] for each in raw.bad]
         kept = {name: getattr(raw, name) for name in ("counts", "versions", "notes", "sha256")}
-        meta = [len(data.train), data.too_long, data.limit, data.limit_reason, bad, kept]
+        meta = [len(data.train), data.too_long, data.limit, data.limit_reason, list(data.labels), bad, kept]
         write_json(staged / _META, {"meta": meta})
         replace_folder(staged, entry)
     finally:
@@ -135,21 +137,21 @@ def _write(folder: Path, name: str, array: Any) -> None:
 def _load(entry: Path) -> Prepared | None:
     """Return the data of ``entry``; None where there is none, or it is damaged."""
     try:
-        count, too_long, limit, reason, bad, kept = input_files.read_object(entry / _META, "")["meta"]
-        ids, lengths, counts, targets = (
+        count, too_long, limit, reason, names, bad, kept = input_files.read_object(entry / _META, "")["meta"]
+        ids, lengths, counts, targets, labels = (
             np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
-            for name in ("ids", "lengths", "counts", "targets")
+            for name in ("ids", "lengths", "counts", "targets", "labels")
         )
         spans = iter([(start, end) for start, end in targets.tolist()])
         ends = np.cumsum(lengths).tolist()
         if ends[-1] != len(ids) or counts.sum() != len(targets):
             return None
         examples = [
-            Example(ids[end - length : end], tuple(itertools.islice(spans, number)))
-            for end, length, number in zip(ends, lengths.tolist(), counts.tolist(), strict=True)
+            Example(ids[end - length : end], tuple(itertools.islice(spans, number)), None if label < 0 else label)
+            for end, length, number, label in zip(ends, lengths.tolist(), counts.tolist(), labels.tolist(), strict=True)
         ]
         raw = SplitExamples(**kept, bad=[InvalidExample(*each) for each in bad])
         os.utime(entry)
     except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, TaskError):
         return None
-    return Prepared(examples[:count], examples[count:], raw, too_long, limit, reason)
+    return Prepared(examples[:count], examples[count:], raw, too_long, limit, reason, labels=tuple(names))

@@ -73,6 +73,7 @@ def test_one_of_two_processes_tokenises(base: Path, tmp_path: Path, folder: Path
     assert sorted(file.name for file in entry.iterdir()) == [
         "counts.npy",
         "ids.npy",
+        "labels.npy",
         "lengths.npy",
         "meta.json",
         "targets.npy",
