@@ -58,11 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ekiben_tasks.generation import chat
     from ekiben_tasks.models.adapter import load_ready
     from ekiben_tasks.models.device import choose_device
+    from ekiben_tasks.models.placement import free_memory, spread_layers
 
     device = choose_device(settings.device)
     print(f"loading     {settings.model or settings.adapter} on {device.name}", file=sys.stderr, flush=True)
+    adapter = "" if settings.model else settings.adapter
+    device_map = None
+    if settings.devices == "auto":
+        path = adapter_folder.find_model(settings.model, adapter, args.base)
+        placement = spread_layers(path, device, free_memory(), settings.bits)
+        print("\n".join(placement.format_lines(device.name)), file=sys.stderr, flush=True)
+        device_map = placement.device_map
     model, tokenizer = load_ready(
-        settings.model, "" if settings.model else settings.adapter, device, base=args.base, bits=settings.bits
+        settings.model, adapter, device, base=args.base, bits=settings.bits, device_map=device_map
     )
     apply_format(tokenizer, settings.form)
     if settings.seed is not None:

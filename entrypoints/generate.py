@@ -4,6 +4,8 @@ generate --model databricks/dolly-v2-12b --data data/jsquad-valid.jsonl
 generate --adapter result/adapter --set examples=0            0: every example
 generate --greedy --output answers.jsonl                      greedy
 generate --gpus 4                                             the examples are split among them
+generate --set devices=auto                                   one model spread over all GPUs
+generate --set devices=auto --dry-run --gpus 4 --on H100      where its layers would be, on any machine
 generate --smoke                                              offline, in seconds, with or without a GPU
 """
 
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from ekiben_tasks.data.sources import check_locations, parse_sources
 from ekiben_tasks.distributed import failures
-from ekiben_tasks.generation.settings import GenerateSettings, check
+from ekiben_tasks.generation.settings import GenerateSettings, check, check_processes
 from ekiben_tasks.task import adapter_folder, caches, command, files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
@@ -43,9 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser, "--skip-invalid", former="--skip-bad", help="leave invalid examples out instead of stopping at them"
     )
     command.add_flag(parser, "--overwrite", former="--fresh", help="overwrite the output, partial or finished")
+    parser.add_argument("--dry-run", action="store_true", help="print where the model would be, and stop")
+    command.add_on_option(parser)
     parser.add_argument("--smoke", action="store_true", help="test with a tiny model, offline")
     args = parser.parse_args(arguments)
-    command.start_processes(__file__, args.gpus, arguments)
+    dry = command.read_dry_run(args)
     overrides = {name: getattr(args, name) for name in ("model", "adapter", "data", "output") if getattr(args, name)}
     settings = replace(options.load(GenerateSettings, args.config, args.set), **overrides)
     settings = replace(settings, temperature=0.0) if args.greedy else settings
@@ -54,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--model {args.model}: the adapter {settings.adapter} names its own base model; leave --model out, or the"
             " adapter (--set adapter=)"
         )
+    if dry is None:
+        check_processes(settings.devices, args.gpus)
+        command.start_processes(__file__, args.gpus, arguments)
     recipe = command.recipe_folder(args.config, __file__)
     print_once(*caches.prepare_caches(os.environ))
     if args.smoke:
@@ -63,6 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         check(settings)
         return smoke_generate(settings, recipe / "data" / "sample.jsonl")
+    if dry:
+        check(settings)
+        adapter_folder.check_source(settings.model, settings.adapter)
+
+        from ekiben_tasks.generation import batch
+
+        return batch.plan(settings, dry)
     return generate(settings, recipe, skip_bad=args.skip_invalid, fresh=args.overwrite)
 
 

@@ -24,13 +24,15 @@ from ekiben_tasks.generation.sampling import Sampling, sample
 from ekiben_tasks.generation.settings import GenerateSettings
 from ekiben_tasks.models import load
 from ekiben_tasks.models.adapter import load_ready
-from ekiben_tasks.models.device import choose_device
-from ekiben_tasks.task.command import print_once
+from ekiben_tasks.models.device import Device, choose_device, named_device
+from ekiben_tasks.models.placement import free_memory, spread_layers
+from ekiben_tasks.task.adapter_folder import find_model
+from ekiben_tasks.task.command import DryRun, print_once
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.output_lock import lock_output
 
 # Settings that may differ between a run and its continuation.
-_FREE = {"device", "batch_size", "output", "model_checksum", "hang_minutes"}
+_FREE = {"device", "devices", "batch_size", "output", "model_checksum", "hang_minutes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
     examples, bad, versions = read_prompts(source, settings.form, skip_bad=skip_bad)
     chosen = choose_examples(len(examples), settings.examples, settings.seed)
     print_once(f"loading     {settings.adapter or settings.model} on {device.name}")
-    model, tokenizer = load_ready(settings.model, settings.adapter, device, bits=settings.bits)
+    device_map = place_model(settings, device)
+    model, tokenizer = load_ready(settings.model, settings.adapter, device, bits=settings.bits, device_map=device_map)
     record = RunRecord(settings, device, world, began)
     form = apply_format(tokenizer, settings.form)
     prompts, too_long = prepare_prompts(model, tokenizer, examples, chosen, settings)
@@ -113,6 +116,37 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
         print(f"done        {settings.output}: {count:,} answers in {took}   record {file}", flush=True)
     world.barrier()
     world.destroy()
+    return 0
+
+
+def place_model(settings: GenerateSettings, device: Device) -> dict[str, int | str] | None:
+    """Return the devices of the model's modules, and print them; None: all are on ``device``.
+
+    Raises:
+        TaskError: the GPUs have not enough memory together.
+    """
+    if settings.devices == "one":
+        return None
+    path = find_model(settings.model, settings.adapter)
+    placement = spread_layers(path, device, free_memory(), settings.bits)
+    print_once(*placement.format_lines(device.name))
+    return placement.device_map
+
+
+def plan(settings: GenerateSettings, dry: DryRun) -> int:
+    """Print where the model's layers would be, without loading it, and return 0.
+
+    Raises:
+        TaskError: the GPUs have not enough memory together, or the model's configuration cannot be read.
+    """
+    device = named_device(dry.gpu) if dry.gpu else choose_device(settings.device)
+    memory: dict[int | str, int] = (
+        dict.fromkeys(range(dry.gpus or 1), device.memory) if dry.gpu else dict(list(free_memory().items())[: dry.gpus])
+    )
+    memory = memory if settings.devices == "auto" else dict(list(memory.items())[:1]) or {"cpu": device.memory}
+    placement = spread_layers(find_model(settings.model, settings.adapter), device, memory, settings.bits)
+    print_once(f"model       {settings.adapter or settings.model}", *placement.format_lines(device.name))
+    print_once("dry run     nothing was loaded or written")
     return 0
 
 

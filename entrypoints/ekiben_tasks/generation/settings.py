@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +29,9 @@ class ChatSettings:
     seed: int | None = option(None, "the same seed gives the same answer; empty: a random seed")
     bits: Literal[16, 8, 4] = option(16, "of the weights: 8 and 4 need a GPU and save memory")
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: the CPU, which is slow")
+    devices: Literal["one", "auto"] = option(
+        "one", "auto: the layers of one model are spread over all GPUs of this process (transformers' device_map)"
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ class GenerateSettings:
         " may take an hour, or as long as this; 0: an hour everywhere",
     )
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: the CPU, which is slow")
+    devices: Literal["one", "auto"] = option(
+        "one", "auto: the layers of one model are spread over all GPUs of this process (transformers' device_map)"
+    )
 
 
 def check_chat(settings: ChatSettings) -> None:
@@ -96,12 +103,28 @@ def check(settings: GenerateSettings) -> None:
     _raise_for(problems)
 
 
+def check_processes(devices: str, gpus: int | None) -> None:
+    """Check that one process spreads a model over all GPUs. gpus: the processes to start on this node; None: one.
+
+    Raises:
+        SettingError: there are several processes.
+    """
+    several = max(gpus or 1, int(os.environ.get("WORLD_SIZE", "1")))
+    if devices == "auto" and several > 1:
+        raise SettingError(
+            f"setting devices=auto: one process spreads its model over all GPUs, and these are {several}; leave --gpus"
+            " out, and in a job of a scheduler ask for one process"
+        )
+
+
 def _sampling_problems(settings: ChatSettings | GenerateSettings) -> list[str]:
     problems = _too_small(("max_new_tokens", settings.max_new_tokens, 1), ("temperature", settings.temperature, 0))
     if not 0 < settings.top_p <= 1:
         problems.append(f"setting top_p: must be above 0 and at most 1, not {settings.top_p}")
     if not settings.repetition_penalty > 0:
         problems.append(f"setting repetition_penalty: must be above 0, not {settings.repetition_penalty}")
+    if settings.devices == "auto" and settings.device == "cpu":
+        problems.append("setting devices=auto: spreads a model over GPUs; leave device=cpu out")
     return problems
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "memory",
     "merge",
     "merge_checkpoint",
+    "placement",
     "proof",
     "sharded_checkpoint",
     "shrink",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,18 @@ def resume_adapter(model: Any, folder: Path) -> Any:
     return adapted
 
 
-def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits: int = 16) -> tuple[Any, str]:
+def load_adapter(
+    folder: Path,
+    device: Device,
+    *,
+    base: str | None = None,
+    bits: int = 16,
+    device_map: Mapping[str, int | str] | None = None,
+) -> tuple[Any, str]:
     """Return (base with the adapter of ``folder``, name of the base).
 
     base: the base model, where the adapter's own record of it does not hold. bits: of the base's GEMM weights.
+    device_map: devices of the base's modules.
 
     Raises:
         TaskError: the folder holds no adapter, the base cannot be loaded, or the two do not fit each other.
@@ -136,7 +144,7 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
             f"adapter {folder}: is of a classifier, which has labels and writes no text; load it with peft's"
             f" AutoPeftModelForSequenceClassification, whose id2label is in {LABELS}"
         )
-    model = load_base(name, device, bits=bits)
+    model = load_base(name, device, bits=bits, device_map=device_map)
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     except Exception as error:
@@ -145,16 +153,26 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
     return adapted.eval(), name
 
 
-def load_ready(model: str, adapter: str, device: Device, *, base: str | None = None, bits: int = 16) -> tuple[Any, Any]:
+def load_ready(
+    model: str,
+    adapter: str,
+    device: Device,
+    *,
+    base: str | None = None,
+    bits: int = 16,
+    device_map: Mapping[str, int | str] | None = None,
+) -> tuple[Any, Any]:
     """Return (model, tokenizer) for generation: ``adapter`` with its base if one is named, else ``model``.
+
+    device_map: devices of the model's, or the base's, modules.
 
     Raises:
         TaskError: they cannot be loaded.
     """
     if not adapter:
-        return load_base(model, device, bits=bits).eval(), load_tokenizer(model)
+        return load_base(model, device, bits=bits, device_map=device_map).eval(), load_tokenizer(model)
     folder = Path(adapter)
-    adapted, name = load_adapter(folder, device, base=base, bits=bits)
+    adapted, name = load_adapter(folder, device, base=base, bits=bits, device_map=device_map)
     return adapted, load_tokenizer(str(folder) if (folder / "tokenizer_config.json").is_file() else name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,18 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_base(
-    name: str, device: Device, attention: str | None = None, bits: int = 16, classes: Classes | None = None
+    name: str,
+    device: Device,
+    attention: str | None = None,
+    bits: int = 16,
+    classes: Classes | None = None,
+    device_map: Mapping[str, int | str] | None = None,
 ) -> Any:
     """Return the frozen base model on ``device``, its GEMM weights in ``bits`` bits.
 
     attention: transformers' ``attn_implementation``; None, for generation: transformers' choice. classes: of a
-    classification head in place of the output layer, new where the files have none.
+    classification head in place of the output layer, new where the files have none. device_map: devices of modules;
+    None: all on ``device``.
 
     Raises:
         TaskError: it cannot be loaded or quantised, does not fit the memory, or is a classifier without ``classes``.
@@ -85,7 +92,7 @@ def load_base(
             dtype=device.dtype,
             attn_implementation=attention,
             # DeepSpeed shards the weights as they are read.
-            device_map=None if is_deepspeed_zero3_enabled() else {"": device.torch_device},
+            device_map=None if is_deepspeed_zero3_enabled() else dict(device_map or {"": device.torch_device}),
             quantization_config=_quantization_config(device, bits),
             output_loading_info=True,
         )

@@ -23,6 +23,15 @@ def check_source(model: str, adapter: str, base: str | None = None) -> bool:
     return is_hub_model(base or read_base(file))
 
 
+def find_model(model: str, adapter: str, base: str | None = None) -> str:
+    """Return the model that is loaded: the base of ``adapter``, or without one ``model``. base: as of check_source().
+
+    Raises:
+        TaskError: there is no adapter.
+    """
+    return (base or read_base(find_config(Path(adapter)))) if adapter else model
+
+
 def find_config(folder: Path) -> Path:
     """Return the configuration of the adapter in ``folder``.
 
