@@ -203,6 +203,7 @@ MEANINGS = {
         "registry": "Repository of layers, asked after that",
         "recipes": "Folders of recipes that are found by name; relative to this file",
         "sync": "`build`, `run`, `shell`, `exec` and `submit` lock and build what is missing, as with `--sync`",
+        "in_place": "`build` rewrites the last layer in the SIF that is there, as with `--in-place`",
         "require_signature": (
             "Full fingerprints of PGP keys: an image is run only if one of them has signed it. Where both files have "
             "it, only keys in both count"

@@ -9,7 +9,7 @@ from pathlib import Path
 from ekiben.artifacts.export import build_and_export
 from ekiben.artifacts.exporters import Artifact, ExportOptions
 from ekiben.builder.plan import Action, BuildContext
-from ekiben.builder.verify import Check, verify
+from ekiben.builder.verify import Check, verify, verify_as_sif
 from ekiben.store import Image
 
 
@@ -18,12 +18,14 @@ class BuildRequest:
     """What to make.
 
     ``formats``: by default a SIF, and an image of Docker where its daemon answers; ``output``: the file (default: the
-    image's name, in this folder); ``squash``: a SIF of one partition; ``verify``: run the tests.
+    image's name, in this folder); ``squash``: a SIF of one partition; ``rewrite``: rewrite the last layer of the SIF
+    that is there; ``verify``: run the tests.
     """
 
     formats: Sequence[str] = ()
     output: Path | None = None
     squash: bool = False
+    rewrite: bool = False
     verify: bool = True
 
 
@@ -48,13 +50,22 @@ def make_image(context: BuildContext, request: BuildRequest, actions: Sequence[A
         sifs, loaded = ([Path(artifact.ref)], []) if artifact.kind == "sif" else ([], [artifact.kind])
         checks[artifact.kind] = verify(image, store, progress, sifs=sifs, loaded=loaded)
 
+    def check_layers(image: Image) -> None:
+        with progress.step(f"verify {image.name}"):
+            passed = verify_as_sif(image, store, progress.output)
+        checks["sif"] = [passed] if passed else []
+
     image, artifacts = build_and_export(
         context,
         actions,
         formats=request.formats,
         output=request.output,
         options=ExportOptions(
-            squash=request.squash, with_sha256=request.verify, check=check if request.verify else None
+            squash=request.squash,
+            rewrite=request.rewrite,
+            with_sha256=request.verify,
+            check=check if request.verify else None,
+            check_layers=check_layers if request.verify else None,
         ),
     )
     if request.verify and not checks:  # an archive is not run

@@ -172,6 +172,39 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
     return _Tests(image, name, store, run).check(again=again)
 
 
+def verify_as_sif(image: Image, store: Store, log: Log) -> Check | None:
+    """Run the tests on the store's layers, stacked by the SIF runtime as those of a SIF: before there is one.
+
+    Where neither runtime is here, as verify_stored(). Raises VerifyError when one fails, StoreError.
+    """
+    if (runtime := program()) is None or emulation_problem(image.arch):
+        return verify_stored(image, store, log) if runtime is None else None
+    users = image.sif_header(store).users
+
+    def run(lines: list[str], group: ScriptGroup | None) -> int:
+        with _work_folder(store) as folder:
+            for name in ("work", "recipe"):
+                (folder / name).mkdir()
+            names = [f"layer{number}" for number in range(len(image.layers))]
+            for name, layer in zip(names, image.layers, strict=True):  # an option would end a path at ',' and ':'
+                (folder / name).symlink_to(store.layer_file(layer).absolute())
+            if users:
+                (folder / "users").write_bytes(users)
+                names.insert(0, "users")
+            hidden = bind_args(folder / "recipe", RECIPE_HOME, read_only=True) if _hidden(group) else []
+            overlays = [word for name in names[1:] for word in ("--overlay", f"{name}:ro")]
+            isolated: list[str | Path] = ["--cleanenv", "--contain", "--no-home", "--workdir", folder / "work"]
+            argv = [runtime, "--quiet", "exec", *isolated, *hidden, *overlays, names[0], *_command(group)]
+            enter: list[str | Path] = ["/bin/sh", "-c", 'cd -- "$0" && exec "$@"', folder]
+            return stream([*enter, *argv], _both(lines, log), env=_without_settings())
+
+    def what_decides() -> Mapping[str, object]:
+        return {**surroundings.sif_runtime(runtime), "partitions": len(image.layers) + bool(users)}
+
+    log_decision("tests on the stored layers", runtime, "the SIF is rewritten when they have passed")
+    return _Tests(image, Path(runtime).name, store, run, what_decides).check(again=False)
+
+
 @contextlib.contextmanager
 def _work_folder(store: Store) -> Iterator[Path]:
     """Yield a folder in the store, whose next command cleans up after a kill; without write access, in TMPDIR."""

@@ -305,16 +305,39 @@ def _open_locked(path: Path, mode: int) -> tuple[Path, int]:
     return locked, handle
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left of ``path``: its writer holds a lock on each such file.
+def temporary_name(path: Path, word: str) -> Path:
+    """Return a name beside ``path`` for a file that this process has locked: the next writer of ``path`` removes it
+    when this one was killed."""
+    return path.with_name(f".{path.name}.{word}{_LOCKED}")
+
+
+def abandoned_files(path: Path) -> list[Path]:
+    """Return what killed processes left of ``path``: its writer holds a lock on each such file.
 
     One just made may have none yet, unless its name says that it had one from the beginning.
     """
+    abandoned = []
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{_UNFINISHED}"):
         with contextlib.suppress(OSError), open(left, "rb", opener=_open_unfollowed) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if left.name.endswith(_LOCKED) or time.time() - os.fstat(stream.fileno()).st_ctime > _YOUNG:
-                left.unlink()
+                abandoned.append(left)
+    return abandoned
+
+
+def _remove_abandoned(path: Path) -> None:
+    for left in abandoned_files(path):
+        with contextlib.suppress(OSError):
+            left.unlink()
+
+
+def open_existing(path: Path) -> BinaryIO:
+    """Open an existing file for reading and writing, links not followed. Raises OSError, also where it is no file."""
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return open(handle, "r+b")
+    os.close(handle)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def _open_unfollowed(name: str, flags: int) -> int:

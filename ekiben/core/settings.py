@@ -72,6 +72,7 @@ class Config:
     registry: str | None = None
     recipes: tuple[str, ...] = ()
     sync: bool | None = None
+    in_place: bool | None = None
     jobs: JobDefaults = field(default_factory=JobDefaults)
     require_signature: tuple[str, ...] | None = field(default=None, metadata={IF_NULL: _EMPTY_POLICY})
 
@@ -88,7 +89,8 @@ class Config:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """``store`` and ``shared`` are absolute; ``registry`` is a reference of a repository of layers; ``recipes``
-    are absolute folders whose recipes are known by name; ``sync``: locks are brought up to date;
+    are absolute folders whose recipes are known by name; ``sync``: locks are brought up to date; ``rewrite``:
+    `build` rewrites the last layer in the SIF that is there;
     ``jobs`` are the user's defaults and the site's;
     ``require_signature`` is the policy that satisfies both files, None where neither has one.
 
@@ -100,6 +102,7 @@ class Settings:
     registry: str | None = None
     recipes: tuple[Path, ...] = ()
     sync: bool = False
+    rewrite: bool = False
     jobs: tuple[JobDefaults, ...] = ()
     require_signature: SignaturePolicy | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -153,11 +156,14 @@ def read_settings(environment: Mapping[str, str], *, store: Path | None = None, 
     shared_dir = values["shared"]
     synced = [(config.sync, _file_source(path)) for path, config in configs if config.sync is not None]
     sync, sources["sync"] = next(iter(synced), (False, _UNSET))
+    rewritten = [(config.in_place, _file_source(path)) for path, config in configs if config.in_place is not None]
+    rewrite, sources["in_place"] = next(iter(rewritten), (False, _UNSET))
     return Settings(
         store=store_root(environment, store),
         shared=expand_home(Path(shared_dir), f"shared folder ({sources['shared']})").absolute() if shared_dir else None,
         registry=values["registry"] or None,
         sync=sync,
+        rewrite=rewrite,
         jobs=tuple(config.jobs for _, config in configs),
         require_signature=SignaturePolicy.of_all(
             SignaturePolicy(frozenset(map(full_fingerprint, config.require_signature)), (str(path),))

@@ -12,6 +12,7 @@ foreign_tar     tars that somebody else made, checked
 squashfs        the form in which a layer is stored
 partition       a squashfs in a file, or as a part of one
 sif             SIF files
+sif_rewrite     the last layer of a SIF, rewritten in its file
 evaluated       what scripts of an image's environment set, and its Docker entrypoint
 runtime_files   what container runtimes look for inside an image
 oci             images in their OCI and Docker forms
@@ -32,6 +33,7 @@ __all__ = [
     "placement",
     "runtime_files",
     "sif",
+    "sif_rewrite",
     "squashfs",
     "tar",
     "upper",

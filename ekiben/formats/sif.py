@@ -179,10 +179,10 @@ def new_sif(
     most = DESCRIPTOR_COUNT - len(header.objects) - bool(signature)
     if not 0 < len(partitions) <= most:
         raise StoreError(f"{out}: a SIF holds 1 to {most} layers, not {len(partitions)}", hint="use --squash")
-    descriptors = _lay_out(partitions, header, signature)
+    descriptors = lay_out(partitions, header, signature)
     size = descriptors[-1].offset + descriptors[-1].size
     with _new_sif(out, size) as file:
-        file.write(_begin(descriptors, header))
+        file.write(leading_bytes(descriptors, header))
         with contextlib.ExitStack() as stack:
             each = stack.enter_context(Hasher(file.fileno()))
             all_of_it = stack.enter_context(Hasher(file.fileno(), file_hash)) if file_hash is not None else None
@@ -207,7 +207,7 @@ def new_sif(
 
 def signed_message(partitions: Sequence[Partition], header: SifHeader) -> bytes:
     """Return the text to sign for the SIF that write_sif() would write, before the file exists."""
-    table = _head(_lay_out(partitions, header), header)
+    table = _head(lay_out(partitions, header), header)
     digests = [*map(digest_of, header.objects), *(item.digest for item in partitions)]
     raw_descriptors = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
     objects = [
@@ -292,10 +292,10 @@ class SifBytes:
     """The bytes of the SIF that write_sif() would write, without the file."""
 
     def __init__(self, partitions: Sequence[Partition], header: SifHeader, signature: Signature | None = None) -> None:
-        descriptors = _lay_out(partitions, header, signature)
+        descriptors = lay_out(partitions, header, signature)
         self._partitions, self._descriptors = partitions, descriptors[len(header.objects) :]
         self._tail = signature.data if signature else b""
-        self._head = _begin(descriptors, header)
+        self._head = leading_bytes(descriptors, header)
         self.id, self.size = header.id, descriptors[-1].offset + descriptors[-1].size
 
     def read(self, offset: int) -> Iterator[bytes]:
@@ -319,9 +319,8 @@ def _arch_code(arch: str) -> bytes:
     return ARCHITECTURES[arch]
 
 
-def _lay_out(
-    partitions: Sequence[Partition], header: SifHeader, signature: Signature | None = None
-) -> list[Descriptor]:
+def lay_out(partitions: Sequence[Partition], header: SifHeader, signature: Signature | None = None) -> list[Descriptor]:
+    """Return the data objects of the SIF: where each lies, and its size."""
     definition, *users = map(len, header.objects)
     descriptors = [Descriptor(1, DEFFILE, GROUP, DATA_AT, definition, "")]
     end = DATA_AT + definition
@@ -353,7 +352,7 @@ def _raw_header(*fields: bytes | int) -> bytes:
     return HEADER.pack(*fields)
 
 
-def _begin(descriptors: Sequence[Descriptor], header: SifHeader) -> bytes:
+def leading_bytes(descriptors: Sequence[Descriptor], header: SifHeader) -> bytes:
     """Return all bytes before the layers."""
     data = _head(descriptors, header)
     for item, content in zip(descriptors, header.objects, strict=False):
@@ -463,7 +462,7 @@ def difference(path: AnyPath, partitions: Sequence[Partition], header: SifHeader
     Raises StoreError when it is not a complete SIF.
     """
     info = read_sif(path)
-    layout = _lay_out(partitions, header)
+    layout = lay_out(partitions, header)
     table = _head(layout, header)
     if _fixed_fields(info.head) != _fixed_fields(table[: HEADER.size]):
         return "its header differs"

@@ -20,7 +20,7 @@ from ekiben.store._records import CompileStats, ImageRecord, StageOutput, Stored
 from ekiben.store.gc import damaged_records, prune, reachable
 from ekiben.store.image import Image, keep_sif, known_sif
 from ekiben.store.layers import LayerHandle, LayerProvider, bind_layers, fetch_layer
-from ekiben.store.sif_check import check_sif, known_sif_sha256, note_sif, sif_sha256
+from ekiben.store.sif_check import check_sif, is_noted, known_sif_sha256, note_sif, sif_sha256
 from ekiben.store.store import Store, default_root
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "damaged_records",
     "default_root",
     "fetch_layer",
+    "is_noted",
     "keep_sif",
     "known_sif",
     "known_sif_sha256",

@@ -57,6 +57,13 @@ def sif_sha256(header: SifHeader, path: AnyPath, store: Store) -> str:
     return sha256
 
 
+def is_noted(id: str, path: Path, store: Store) -> bool:
+    """Return whether note_sif() recorded the SIF at ``path`` with this id, and it has not changed since."""
+    with contextlib.suppress(OSError, StoreError):
+        return _remembered(store, id).get(_key(path)) == identity(path)
+    return False
+
+
 def known_sif_sha256(path: Path, store: Store) -> str:
     """Return the recorded SHA-256 of a SIF that has not changed since, "" without one.
 

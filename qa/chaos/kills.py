@@ -56,7 +56,7 @@ def kill_command(
             case.problem(f"{name}: a traceback after {sign.name}: {running.output[-600:]}")
         if is_quiet:
             case.check_quiet()
-        case.check_complete(versions=range(len(case.lab.recipes)))
+        case.check_complete(versions=range(len(case.lab.expected)))
         if case.problems:
             break
         if code in (0, *good):
@@ -114,6 +114,33 @@ def kill_export(lab: Lab) -> list[str]:
     with lab.case() as case:
         _finish(case, kill_command(case, "export", lambda: prepare(case)))
         case.check_output(versions[1])
+        return case.problems
+
+
+def kill_rewrite(lab: Lab) -> list[str]:
+    """The output has another edit of the recipe, and its last layer is rewritten.
+
+    The output is one of the two, or gone.
+    """
+    first, second = lab.dice.sample(range(len(lab.edits)), 2)
+    known = {lab.expected[len(lab.recipes) + number] for number in (first, second)}
+
+    def prepare(case: Case) -> list[str]:
+        for number in (second, first):
+            case.run(case.edit(number))
+        inode = case.out.stat().st_ino
+        case.run(case.edit(second))
+        if case.out.stat().st_ino != inode:
+            case.problem("the output was written anew, not rewritten")
+        return case.edit(first)
+
+    measured(lab, "rewrite", prepare)
+    with lab.case() as case:
+        argv = kill_command(case, "rewrite", lambda: prepare(case))
+        if case.out.exists() and digest(case.out) not in known:
+            case.problem("the output is neither edit")
+        _finish(case, argv)
+        case.check_output(len(lab.recipes) + first)
         return case.problems
 
 
@@ -320,6 +347,7 @@ KINDS: dict[str, Callable[[Lab], list[str]]] = {
     "kill submit": kill_submit,
     "kill build": kill_build,
     "kill export": kill_export,
+    "kill rewrite": kill_rewrite,
     "kill publish": kill_publish,
     "kill prune": kill_prune,
     "kill pull": kill_pull,

@@ -37,6 +37,7 @@ from support.sample_recipe import AS_SIF, GROUND, RECIPE, SampleRecipe, image_of
 ROOF = "Bootstrap: localimage\nFrom: ground.sif\n\n%files\n    files/data.bin /opt/data\n"
 VERSIONS = 6
 LAYER_BYTES = 2_000_000
+EDITS, EDIT_BYTES = 3, 12_000_000
 PATIENCE = 180.0  # seconds that a command may take on a busy machine
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -121,15 +122,26 @@ class Lab:
         return recipes
 
     @cached_property
+    def edits(self) -> list[SampleRecipe]:
+        """Version 0 of the recipe with other files in its last layer."""
+        edits = []
+        for number in range(EDITS):
+            recipe = SampleRecipe(self.copy(self.recipes[0].path, f"recipes/edit{number}/own"))
+            recipe.recipe(tasks={}, test="", data=["data.bin"])
+            (recipe.path / "data.bin").write_bytes(random.Random(100 + number).randbytes(EDIT_BYTES))
+            edits.append(recipe)
+        return edits
+
+    @cached_property
     def store(self) -> Path:
         """A store with the base alone: each case has a copy."""
         return seeded(self.recipes[0], self.path("seed/store"), "ground").root
 
     @cached_property
     def expected(self) -> list[str]:
-        """The SHA-256 of each version's SIF, built where nothing disturbs."""
+        """The SHA-256 of each version's SIF, and then of each edit's, built where nothing disturbs."""
         store, digests = Store(self.copy(self.store, "reference/store")), []
-        for recipe in self.recipes:
+        for recipe in [*self.recipes, *self.edits]:
             make_sif(image_of(recipe, store), store, self.path("reference/x.sif"), squash=False)
             digests.append(digest(self.path("reference/x.sif")))
         self.path("reference/x.sif").unlink()
@@ -180,6 +192,11 @@ class Case:
     def build(self, version: int) -> list[str]:
         """The arguments that build a version and export it."""
         return ["--store", str(self.store), "image", str(self.lab.recipes[version].path), *AS_SIF, "-o", str(self.out)]
+
+    def edit(self, number: int) -> list[str]:
+        """The arguments that build an edit, and rewrite its layer in the output."""
+        recipe = str(self.lab.edits[number].path)
+        return ["--store", str(self.store), "image", recipe, *AS_SIF, "-o", str(self.out), "--in-place"]
 
     def publish(self, version: int, *more: str) -> list[str]:
         recipe = str(self.lab.recipes[version].path)

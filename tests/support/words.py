@@ -198,6 +198,7 @@ ALLOWED = {  # (file, identifier or one-word string): why it stays
         "fp32_partitioned_groups_flat",
     ): "DeepSpeed's name",
     ("entrypoints/ekiben_tasks/distributed/partitioned.py", "ds_shape"): "DeepSpeed's name",
+    ("ekiben/core/settings.py", "in_place"): "the key of config.yaml, as sed's --in-place",
     ("qa/gpu/carry_image.py", "pack"): "its command, the opposite of unpack",
     ("qa/gpu/carry_image.py", "contents"): "SquashfsReader's method",
     ("qa/test_carry_image.py", "pack"): "the command",

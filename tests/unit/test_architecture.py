@@ -217,10 +217,12 @@ READ_OTHERWISE = {
     "core/checked.py read_regular open": "the one reader",
     "core/checked.py read_regular os.open": "the one reader",
     "core/emulation.py _read_entry entry.read_text": "the kernel's",
+    "core/files.py open_existing open": "by its descriptor",
+    "core/files.py open_existing os.open": "an existing file to rewrite, refused where it is no regular file",
     "core/files.py _open_locked os.open": "a new file",
     "core/files.py _open_unblocked os.open": "the one reader, of large files",
     "core/files.py _open_unfollowed os.open": "to lock, and not to read",
-    "core/files.py _remove_abandoned open": "to lock, and not to read",
+    "core/files.py abandoned_files open": "to lock, and not to read",
     "core/files.py open_regular open": "the one reader, of large files",
     "core/files.py remove_tree Path('/proc/self/mountinfo').read_text": "the kernel's",
     "core/folder.py _mount_of open": "the kernel's",
@@ -243,6 +245,9 @@ READ_OTHERWISE = {
     "formats/changeset.py _file_chunks file.open": "File.open is open_regular",
     "formats/layer.py sha256 self.open": "File.open is open_regular",
     "formats/layer.py text self.open": "File.open is open_regular",
+    "formats/sif_rewrite.py _file_system Path('/proc/self/mountinfo').read_text": "the kernel's",
+    "formats/sif_rewrite.py _file_system Path(f'/proc/self/fdinfo/{file.fileno()}').read_text": "the kernel's",
+    "formats/sif_rewrite.py _sync_folder os.open": "a folder, to write it to the disk",
     "formats/upper.py folder_reader open": (
         "a file that was regular when the folder was listed, after its container has ended"
     ),

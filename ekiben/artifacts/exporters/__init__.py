@@ -39,10 +39,13 @@ class ExportOptions:
 
     ``squash``: one partition instead of one per layer; ``with_sha256``: a file's digest is needed afterwards;
     ``check``: tests the image of an artifact (a SIF at the path given), and raises VerifyError: what is new gets its
-    name when it has passed.
+    name when it has passed. ``rewrite``: where only the last layer differs, the file that is there is rewritten, after
+    ``check_layers`` has tested the stored layers.
     """
 
     squash: bool = False
+    rewrite: bool = False
+    check_layers: Callable[[Image], None] | None = None
     with_sha256: bool = False
     check: Callable[[Image, Artifact], None] | None = None
 

@@ -14,8 +14,9 @@ from ekiben.core.files import digest_of
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import new_sif, read_sif
+from ekiben.formats.sif_rewrite import RewriteRefused, check_rewrite, was_killed
 from ekiben.run.printed import sif_lines
-from ekiben.store import Image, Store, check_sif, keep_sif, known_sif, note_sif
+from ekiben.store import Image, Store, check_sif, is_noted, keep_sif, known_sif, note_sif
 
 PREFERENCE = 10
 SUFFIX = ".sif"
@@ -33,6 +34,10 @@ def unavailable() -> None:
 
 def export(image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
     """Write the image's SIF at ``target``; what is there stays until the new one has passed ``options.check``."""
+    if was_killed(target):
+        progress.log(f"{target} was being rewritten when its build was killed; it is written again")
+    if options.rewrite and not options.squash and (artifact := _rewrite(image, store, target, options, progress)):
+        return artifact
     with contextlib.ExitStack() as stack:
         with progress.step(f"write {target}", total=image.size):
             sif = stack.enter_context(making_sif(image, store, target, options, progress.count))
@@ -46,6 +51,34 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
             except OSError as error:  # not the file's name, which new_sif() would expect
                 raise EngineError(f"the tests of {target} cannot be run: {error}") from error
     return sif.artifact
+
+
+def _rewrite(image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact | None:
+    """Rewrite the last layer of the SIF at ``target``; None, with the reason, where it has to be written anew."""
+    header = image.sif_header(store)
+    try:
+        old = read_sif(target)
+    except (StoreError, OSError):
+        return None
+    if old.id == header.id:
+        return None
+    for layer in image.layers:
+        store.check_blob(layer.digest)
+    partitions = [store.partition(layer, is_checked=True) for layer in image.layers]
+    try:
+        rewrite = check_rewrite(target, partitions, header, is_noted=is_noted(old.id, target, store))
+        if options.check_layers:
+            try:
+                options.check_layers(image)
+            except VerifyError:
+                progress.log(f"{target} is left as it was")
+                raise
+        rewrite.run()
+    except RewriteRefused as reason:
+        progress.log(f"{target} is written anew, not rewritten: {reason}")
+        return None
+    note_sif(header, target, store)
+    return Artifact("sif", str(target), target.stat().st_size, True, known_sif(store, header.id))
 
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:

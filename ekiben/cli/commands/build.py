@@ -9,6 +9,7 @@ Examples:
   ekiben build hello --format sif -o /tmp/hello.sif
   ekiben build ../my-recipes/chatbot --engine apptainer
   ekiben build mine --gpu-arch 9.0
+  ekiben build lora-opencalm --in-place                  an edited script: rewrite it in ./lora-opencalm.sif
   ekiben build mine --sync                               lock first what was edited
   ekiben build ./Dockerfile --build-arg VERSION=2        an image named after its folder
   ekiben build hello --offline --bundle hello.bundle     where there is no network
@@ -148,6 +149,12 @@ class ImageResult:
 @engine_option("What runs the %post scripts.")
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the file here (default: ./RECIPE.sif).")
 @click.option("--squash", is_flag=True, help="Make a SIF of one partition, for tools that read only the first.")
+@click.option(
+    "rewrite",
+    "--in-place/--no-in-place",
+    default=None,
+    help="Rewrite the last layer in the SIF that is there, where the others are equal (default: config.yaml).",
+)
 @click.option("--locked", is_flag=True, help="Refuse packages that are not available exactly as locked.")
 @sync_option("Lock first where a lock file is missing or out of date; locked versions stay.")
 @click.option("--offline", is_flag=True, help="Use no network: packages come from the store or --bundle.")
@@ -165,6 +172,7 @@ def command(
     formats: tuple[str, ...],
     output: Path | None,
     squash: bool,
+    rewrite: bool | None,
     no_verify: bool,
     engine: str,
     locked: bool,
@@ -177,7 +185,9 @@ def command(
     """Resolve all recipes, then make one image after the other."""
     check_output(recipes, formats)
     if formats and "sif" not in formats:
-        refuse_ignored("is for a SIF, which --format leaves out", "squash")
+        refuse_ignored("is for a SIF, which --format leaves out", "squash", "rewrite")
+    if squash and rewrite:
+        raise UsageError("--in-place: a SIF of --squash has one layer, which is written anew; leave one of them out")
     if bundle and recipe_options.mirror:
         raise UsageError("--build-arg mirror: --bundle has the packages; leave one of them out")
     if debug and not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
@@ -185,7 +195,13 @@ def command(
     if sync and (offline or bundle):
         raise UsageError("--sync asks an index, and --offline and --bundle do without; leave one of them out")
     request = ImageRequest(
-        make=BuildRequest(formats=formats, output=output, squash=squash, verify=not no_verify),
+        make=BuildRequest(
+            formats=formats,
+            output=output,
+            squash=squash,
+            rewrite=context.settings.rewrite if rewrite is None else rewrite,
+            verify=not no_verify,
+        ),
         engine=engine,
         locked=locked,
         offline=offline or bundle is not None,
