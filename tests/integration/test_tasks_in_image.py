@@ -53,7 +53,7 @@ def pytest_folder(sif: Path, workspace: Workspace) -> Path:
         r"^(?:megatron-core|mlperf-logging|hjson|msgpack|nvidia-ml-py|py-cpuinfo|deepspeed)==\S+", layers, re.MULTILINE
     )
     assert len(exact) == 11
-    for name in ("align", "evaluate"):
+    for name in ("align", "evaluate", "serve"):
         locked = (ROOT / f"recipes/{name}/images/{name}-packages.lock").read_text()
         exact += re.findall(r"^[a-z0-9._-]+==[^\s\\]+", locked, re.MULTILINE)
     folder = workspace.folder("pytest", USER)

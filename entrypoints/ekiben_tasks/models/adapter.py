@@ -144,13 +144,21 @@ def load_adapter(
             f"adapter {folder}: is of a classifier, which has labels and writes no text; load it with peft's"
             f" AutoPeftModelForSequenceClassification, whose id2label is in {LABELS}"
         )
-    model = load_base(name, device, bits=bits, device_map=device_map)
+    return attach_adapter(load_base(name, device, bits=bits, device_map=device_map), folder, name), name
+
+
+def attach_adapter(model: Any, folder: Path, base: str) -> Any:
+    """Return ``model``, which is changed, with the adapter of ``folder``, for generation. base: the model's name.
+
+    Raises:
+        TaskError: the two do not fit each other.
+    """
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise TaskError(f"adapter {folder}: does not fit the base model {name}: {reason}") from error
-    return adapted.eval(), name
+        raise TaskError(f"adapter {folder}: does not fit the base model {base}: {reason}") from error
+    return adapted.eval()
 
 
 def load_ready(

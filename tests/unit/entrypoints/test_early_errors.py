@@ -20,8 +20,8 @@ sys.argv = sys.argv[1:]
 sys.path[:0] = PATHS
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-FINETUNE, BENCH, GPT, EVALUATE, ALIGN = (
-    ROOT / "recipes" / name for name in ("finetune", "lora-bench", "pretrain-gpt", "evaluate", "align")
+FINETUNE, BENCH, GPT, EVALUATE, ALIGN, SERVE = (
+    ROOT / "recipes" / name for name in ("finetune", "lora-bench", "pretrain-gpt", "evaluate", "align", "serve")
 )
 BAD_KEY = (["--config", "bad.yaml"], "bad.yaml: no setting 'nonsense'")
 NO_MODEL = "/nope: no such folder"
@@ -123,6 +123,26 @@ CASES: dict[str, tuple[Path, list[tuple[list[str], str]]]] = {
             (["--set", "task_folder=nope"], "nope: no such folder"),
             (["--set", "batch_size=0"], "setting batch_size: must be at least 1"),
         ],
+    ),
+    "serve.py": (
+        SERVE,
+        [
+            BAD_KEY,
+            (["--model", "./nope"], NO_MODEL),
+            (["--model", "empty"], "holds no config.json"),
+            (["--adapter", "a=empty"], NO_ADAPTER),
+            (["--adapter", "a=adapter"], NO_MODEL),
+            (["--adapter", "adapter"], "setting adapters: adapter: write it as NAME=FOLDER"),
+            (["--adapter", "a=adapter", "--adapter", "a=empty"], "setting adapters: a is the name of two"),
+            (["--model", "a/b", "--adapter", "a/b=adapter"], "setting name: a/b is the name of an adapter"),
+            (["--port", "70000"], "a port is from 0 to 65535"),
+            (["--set", "max_requests=0"], "setting max_requests: must be at least 1"),
+            (["--set", "cache_share=2"], "setting cache_share: must be above 0"),
+        ],
+    ),
+    "serve_batch.py": (
+        SERVE,
+        [BAD_KEY, (["--model", "./nope"], NO_MODEL), (["--model", "a/b", "--input", "nope.jsonl"], "no such file")],
     ),
     "bench.py": (
         BENCH,
