@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workspaces import CA_BUNDLE, ROOT, USER, BuiltImage, Workspace, end_of, run_as
+from workspaces import CA_BUNDLE, ROOT, USER, BuiltImage, Workspace, end_of, make_image, run_as
 
 pytestmark = pytest.mark.covers("entrypoints", each=True)
 
@@ -27,7 +27,8 @@ def covered(path: Path) -> list[str]:
     """Return the paths that the tests of a group cover."""
     if path.parent.name == "recipes":
         recipe = "pretrain-gpt" if "pretrain" in path.name else path.stem.removeprefix("test_").replace("_", "-")
-        return [f"recipes/{recipe}/entrypoints", path.relative_to(ROOT).as_posix()]
+        layers = ["images/llama-cpp.def"] if recipe == "export" else []
+        return [f"recipes/{recipe}/entrypoints", path.relative_to(ROOT).as_posix(), *layers]
     package = path.name if path.is_dir() else path.parent.name
     return [f"entrypoints/ekiben_tasks/{package}", path.relative_to(ROOT).as_posix()]
 
@@ -38,6 +39,14 @@ def sif(lora_opencalm: BuiltImage, workspace: Workspace) -> Path:
     link = workspace.folder("image") / "image.sif"
     link.hardlink_to(lora_opencalm.sif)
     return link
+
+
+@pytest.fixture(scope="module")
+def export_sif(lora_opencalm: BuiltImage) -> Path:
+    """The image of `export`, whose layer has a compiled package, on the layers of lora-opencalm."""
+    done = make_image(lora_opencalm, "export")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return lora_opencalm.checkout / "export.sif"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +82,10 @@ def pytest_folder(sif: Path, workspace: Workspace) -> Path:
         for path in GROUPS
     ],
 )
-def test_tasks(path: Path, sif: Path, pytest_folder: Path, lora_opencalm: BuiltImage, workspace: Workspace) -> None:
+def test_tasks(
+    path: Path, pytest_folder: Path, lora_opencalm: BuiltImage, workspace: Workspace, request: pytest.FixtureRequest
+) -> None:
+    sif = request.getfixturevalue("export_sif" if path.name == "test_export.py" else "sif")
     out = workspace.folder("tasks", USER)
     tests = lora_opencalm.checkout / "tests"
     settings = f"PYTHONPATH={pytest_folder}:{tests},OMP_NUM_THREADS=1"

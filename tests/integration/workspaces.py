@@ -204,8 +204,8 @@ class BuiltImage:
         return Cli(workspace, ME, self.checkout)
 
 
-def make_image(image: BuiltImage) -> subprocess.CompletedProcess[str]:
-    """Run `make image recipe=lora-opencalm` in the checkout of ``image``."""
+def make_image(image: BuiltImage, recipe: str = "lora-opencalm") -> subprocess.CompletedProcess[str]:
+    """Run `make image` of ``recipe`` in the checkout of ``image``."""
     # Not the variables of the make that runs the tests.
     settings = {
         name: value
@@ -213,7 +213,7 @@ def make_image(image: BuiltImage) -> subprocess.CompletedProcess[str]:
         if not name.startswith(("MAKE", "MFLAGS")) and name != "options"
     }
     environment = {**settings, "EKIBEN_STORE": str(image.store)}
-    command = ["make", "image", "recipe=lora-opencalm"]
+    command = ["make", "image", f"recipe={recipe}"]
     return subprocess.run(command, cwd=image.checkout, env=environment, capture_output=True, text=True, check=False)
 
 

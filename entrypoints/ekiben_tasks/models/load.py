@@ -99,7 +99,7 @@ def load_base(
     except torch.OutOfMemoryError as error:
         raise TaskError(f"model {name}: does not fit the memory of {device.name}; choose a smaller one") from error
     except Exception as error:
-        raise TaskError(_name_damaged(path) or format_hub_error(error, name, "model")) from error
+        raise TaskError(name_damaged(path) or format_hub_error(error, name, "model")) from error
     if classes:
         finish_classifier(model, classes, is_new=f"{HEAD}.weight" in report["missing_keys"])
     new_keys = {f"{HEAD}.weight"} if classes else set()
@@ -109,8 +109,8 @@ def load_base(
     return model.requires_grad_(False)
 
 
-def _name_damaged(path: str) -> str | None:
-    """Return a sentence that names the first file of weights in the folder ``path`` that cannot be opened."""
+def name_damaged(path: str) -> str | None:
+    """Return a sentence that names the first file of weights in the folder ``path`` that cannot be opened, or None."""
     for file in sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []:
         try:
             with safetensors.safe_open(file, "pt"):

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers.utils import cached_file
 
 from ekiben_tasks.models import load
 from ekiben_tasks.models.adapter import load_adapter
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import replace_folder
+from ekiben_tasks.task.hub import split_revision
 
 # Tolerance of the logits, relative to the largest: merged weights are rounded to the stored dtype.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -50,6 +52,7 @@ def merge(folder: Path, output: Path, device: Device, *, base: str | None = None
         merged.to(stored).save_pretrained(staged)
         tokenizer = folder if (folder / "tokenizer_config.json").is_file() else name
         load.load_tokenizer(str(tokenizer)).save_pretrained(staged)
+        _keep_sentencepiece(name, staged)
         del adapted, merged
         after = logits(load.load_base(str(staged), exact), ids)
         difference = float((after - before).abs().max() / before.abs().max())
@@ -64,6 +67,21 @@ def merge(folder: Path, output: Path, device: Device, *, base: str | None = None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return difference
+
+
+def _keep_sentencepiece(name: str, folder: Path) -> None:
+    """Copy tokenizer.model of model ``name`` into ``folder``: transformers does not write it; llama.cpp reads it."""
+    repository, revision = split_revision(name)
+    source = cached_file(
+        repository,
+        "tokenizer.model",
+        revision=revision,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if source and not (folder / "tokenizer.model").exists():
+        shutil.copyfile(source, folder / "tokenizer.model")
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ sys.argv = sys.argv[1:]
 sys.path[:0] = PATHS
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-FINETUNE, BENCH, GPT, EVALUATE, ALIGN, SERVE = (
-    ROOT / "recipes" / name for name in ("finetune", "lora-bench", "pretrain-gpt", "evaluate", "align", "serve")
+FINETUNE, BENCH, GPT, EVALUATE, ALIGN, SERVE, EXPORT = (
+    ROOT / "recipes" / name
+    for name in ("finetune", "lora-bench", "pretrain-gpt", "evaluate", "align", "serve", "export")
 )
 BAD_KEY = (["--config", "bad.yaml"], "bad.yaml: no setting 'nonsense'")
 NO_MODEL = "/nope: no such folder"
@@ -143,6 +144,31 @@ CASES: dict[str, tuple[Path, list[tuple[list[str], str]]]] = {
     "serve_batch.py": (
         SERVE,
         [BAD_KEY, (["--model", "./nope"], NO_MODEL), (["--model", "a/b", "--input", "nope.jsonl"], "no such file")],
+    ),
+    "gguf_task.py": (
+        EXPORT,
+        [
+            BAD_KEY,
+            (["--model", "./nope"], NO_MODEL),
+            (["--model", "empty"], "holds no config.json"),
+            (["--adapter", "empty"], NO_ADAPTER),
+            (["--adapter", "adapter"], NO_MODEL),
+            (["--model", "a/b", "--adapter", "adapter"], "the adapter adapter names its base"),
+            (["--type", "Q4_K"], "setting types: 'Q4_K' is not a type that this task writes. Did you mean 'Q4_K_M'?"),
+            (["--set", "types=[]"], "setting types: '' is not a type"),
+        ],
+    ),
+    "gguf_chat.py": (
+        EXPORT,
+        [
+            BAD_KEY,
+            (["--model", "nope.gguf", "q"], "nope.gguf: no such file"),
+            (["--model", "empty", "q"], "empty: is a folder, not a regular file"),
+            (["--model", "bad.yaml", "q"], "bad.yaml: is not a GGUF file"),
+            (["--set", "context=100", "q"], "setting context: must be a multiple of 256, not 100"),
+            (["--set", "top_p=2", "q"], "setting top_p: must be above 0 and at most 1"),
+            (["--set", "prompt=text", "--set", "system=x", "q"], "setting system: prompt=text has no system message"),
+        ],
     ),
     "bench.py": (
         BENCH,
