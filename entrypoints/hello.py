@@ -132,13 +132,12 @@ def memory() -> int:
 def gpus() -> dict[str, Any]:
     """Return {"found": [{"name", "memory_bytes"}], "reason": why there is none, else None}."""
     devices = sorted(_DEV.glob("nvidia[0-9]*")) or sorted(_DEV.glob("dxg"))  # dxg: of WSL, which has no nvidia*
-    if not devices:
-        return {"found": [], "reason": "no /dev/nvidia*: no GPU here, or started without --nv or --gpus all"}
-    if visible := _gpus_by_smi():
-        return {"found": visible, "reason": None}
-    visible, reason = _gpus_by_driver()
-    shown = f"{', '.join(device.name for device in devices)} in /dev, but {reason}"
-    return {"found": visible, "reason": None if visible else shown}
+    visible: list[dict[str, Any]] = []
+    reason = "no /dev/nvidia*: no GPU here, or started without --nv or --gpus all"
+    if devices and not (visible := _gpus_by_smi()):
+        visible, problem = _gpus_by_driver()
+        reason = f"{', '.join(device.name for device in devices)} in /dev, but {problem}"
+    return {"found": visible, "reason": None if visible else reason}
 
 
 def _gpus_by_smi() -> list[dict[str, Any]]:

@@ -138,7 +138,6 @@ def test_a_count_is_no_range(run_cli: RunCli) -> None:
         (["cancel", "1", "--runs", "missing"], "--runs: missing is not there"),
         (["prune", "--in", ".", "--wheels"], "--wheels is about your own store; leave it out, or leave out --in"),
         (["prune", "--in", ".", "--engines"], "--engines is about your own store"),
-        (["prune", "--unused-for", "3"], "--unused-for is for a shared folder, which --in names"),
         (["publish", "--repair", ".", "hello"], "the argument IMAGE publishes an image, and --repair none"),
         (["submit", "hello"], "Missing argument 'TASK'"),
         (["prune", "--grace", "3"], "--grace is for a shared folder"),
