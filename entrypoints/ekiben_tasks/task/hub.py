@@ -123,7 +123,7 @@ def is_hub_model(name: str) -> bool:
             raise TaskError(f"model {path}: this folder holds no config.json, so it is not a model{adapter}")
         check_model_folder(path)
         return False
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or path.exists():
+    if name.startswith(("/", "./", "../", "~")) or name.endswith("/") or name.count("/") > 1 or path.exists():
         raise TaskError(f"model {path.absolute()}: no such folder; is it bound into the container?")
     return True
 

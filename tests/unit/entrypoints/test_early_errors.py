@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Path, list[tuple[list[str], str]]]] = {
             BAD_KEY,
             (["q"], NO_ADAPTER),
             (["--model", "./nope", "q"], NO_MODEL),
+            (["--model", "nope/", "q"], NO_MODEL),  # as shells complete it
             (["--adapter", "adapter", "q"], NO_MODEL),
             (["--adapter", "adapter", "--base", "./nope/base", "q"], "/nope/base: no such folder"),
             (["--set", "temperature=-1", "q"], "setting temperature: must be at least 0"),
