@@ -54,19 +54,21 @@ class _Record:
         return cls(digest=fields.digest("digest"), state=known, engine=fields.text("engine", ""))
 
 
-def pull_once(reference: Reference, store: Store, progress: Progress) -> PulledImage:
+def pull_once(reference: Reference, store: Store, progress: Progress, *, offline: bool = False) -> PulledImage:
     """Return the image that ``reference`` names now as a SIF, which is pulled where it is not there.
 
-    A Docker image is left to an engine where no program here runs SIF files.
+    A Docker image is left to an engine where no program here runs SIF files. ``offline``: no registry is asked.
     Raises FetchError, StoreError with the reference and what was looked for.
     """
     folder = _folder(store)
-    digest, note = _digest_of(reference, folder)
+    digest, note = _digest_of(reference, folder, offline=offline)
     sif = folder / f"{_stem(digest)}.sif"
     if (record := _known(sif)) is not None:
         with contextlib.suppress(OSError):
             os.utime(sif.with_suffix(".json"))
         return PulledImage(sif, record.state.sha256, record.engine, note)
+    if offline:
+        return _kept_by_engine(sif, reference, digest, note)
     if note:
         raise FetchError(
             f"{note}, and that image is not in {folder}", hint="pull it where the registry answers, or try again later"
@@ -132,6 +134,13 @@ def _left_to_engine(sif: Path, engine: str) -> PulledImage:
     return PulledImage(sif, "", engine, "")
 
 
+def _kept_by_engine(sif: Path, reference: Reference, digest: str, note: str) -> PulledImage:
+    """Return an image that an engine may have pulled before. Raises StoreError where no engine is here."""
+    if not which("docker", "podman"):
+        raise StoreError(f"--offline: {reference} is not in {sif.parent}", hint="run it once without --offline")
+    return PulledImage(sif, "", str(replace(reference, tag="", digest=digest)), note)
+
+
 def _folder(store: Store) -> Path:
     """Return the folder of pulled images, made where it is not there, for this user alone. Raises StoreError."""
     folder = store.downloads / PULLED
@@ -148,12 +157,16 @@ def _folder(store: Store) -> Path:
     return folder
 
 
-def _digest_of(reference: Reference, folder: Path) -> tuple[str, str]:
+def _digest_of(reference: Reference, folder: Path, *, offline: bool) -> tuple[str, str]:
     """Return the digest of what a reference names, and a line where the registry did not say it now."""
     if reference.digest:
         return reference.digest, ""
     name = hashlib.sha256(str(replace(reference, tag=reference.tag_or_digest)).encode()).hexdigest()[:32]
     note = folder / "references" / f"{name}.json"
+    if offline:
+        if (known := _noted(note)) is None:
+            raise StoreError(f"--offline: {reference} was not pulled before", hint="run it once without --offline")
+        return known[0], f"--offline: {reference} is what it was on {known[1][:10]}, {known[0][:19]}"
     try:
         digest = Registry(reference).tag_digest(reference.tag_or_digest)
     except FetchError as error:

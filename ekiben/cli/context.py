@@ -35,7 +35,8 @@ class Result(Protocol):
 @dataclass(kw_only=True)
 class Context:
     """``store_option`` and ``shared_option`` are what the command line says; ``json``: --json was given;
-    ``printed``: a result was; ``progress_style``: --progress; ``environment`` is this process's.
+    ``printed``: a result was; ``offline``: no registry or index is asked for an image; ``progress_style``: --progress;
+    ``environment`` is this process's.
 
     Settings and store are read when a command first needs them, so that a broken config.yaml stops only commands that
     use it.
@@ -45,6 +46,7 @@ class Context:
     shared_option: Path | None = None
     json: bool = False
     printed: bool = False
+    offline: bool = False
     progress_style: Style = "auto"
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 

@@ -29,7 +29,7 @@ def find_named(context: Context, reference: str, options: ImageOptions) -> Named
     image = find_image(reference, options)
     if image.note:
         context.log(image.note)
-    return with_policy(context, image)
+    return with_policy(context, replace(image, may_pull=not context.offline))
 
 
 def file_of(context: Context, reference: str, options: RecipeOptions, verb: str) -> Path | None:
@@ -55,7 +55,7 @@ def file_of(context: Context, reference: str, options: RecipeOptions, verb: str)
 def _pull(context: Context, reference: Reference) -> PulledImage:
     from ekiben.artifacts.pulled import pull_once
 
-    return pull_once(reference, context.store, context.progress)
+    return pull_once(reference, context.store, context.progress, offline=context.offline)
 
 
 def with_policy(context: Context, image: NamedImage) -> NamedImage:

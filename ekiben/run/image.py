@@ -64,8 +64,8 @@ class NamedImage:
     launched, None where the image does not say (of another builder); ``recipe``: of which it is built, None where the
     image came without; ``build_args``: the arguments of `ekiben build` that make it; ``sha256``: of ``sif`` where a
     record has it, else ""; ``is_published``: it is a version in a shared folder; ``pulled``: the reference by digest
-    of a registry's Docker image, which an engine can pull, else ""; ``note``: a line for the user; ``signature``: what
-    it needs to be run, None: nothing.
+    of a registry's Docker image, which an engine can pull, else ""; ``may_pull``: whether it is pulled where the engine
+    does not have it; ``note``: a line for the user; ``signature``: what it needs to be run, None: nothing.
     """
 
     name: str
@@ -76,6 +76,7 @@ class NamedImage:
     sha256: str = ""
     is_published: bool = False
     pulled: str = ""
+    may_pull: bool = True
     note: str = ""
     signature: RequiredSignature | None = None
 

@@ -166,6 +166,8 @@ def _pulled_target(image: NamedImage, program: str, name: str, engines: Engines)
         raise image.signature.refuse_engine(image.name, name, None)
     engine = engines[name]()
     image_id = engine.image_id(image.pulled)
+    if not image_id and not image.may_pull:
+        raise EngineError(f"--offline: {name} does not have {image.pulled}", hint="run it once without --offline")
     if not image_id:
         begin = (
             [program] if engine.run_argv is None else list(itertools.takewhile("run".__ne__, engine.run_argv(False)))

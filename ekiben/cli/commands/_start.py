@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ekiben.cli.commands._node import LOGIN_HOST
-from ekiben.cli.commands._sync import resolve_synced, sync_option, wants_sync
+from ekiben.cli.commands._sync import offline_option, resolve_synced, sync_option, wants_sync
 from ekiben.cli.context import Context
 from ekiben.cli.named import find_named
 from ekiben.cli.options import (
@@ -113,6 +113,7 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
         "--build", is_flag=True, help="If the recipe was edited since the last build, build and test it first."
     ),
     sync_option("The same, and lock first where a lock file is missing or out of date."),
+    offline_option,
     click.option("--force", is_flag=True, help="Run it even if doctor predicts a failure."),
     click.option("--dry-run", is_flag=True, help="Print the command and do not run it."),
 )
@@ -203,7 +204,9 @@ def build_image(
     from ekiben.artifacts.make import BuildRequest
     from ekiben.cli.commands.build import ImageRequest, build_recipe
 
-    request = ImageRequest(make=BuildRequest(formats=[kind], verify=verify))
+    if sync:
+        refuse_ignored("asks nothing, and --sync asks an index; leave one of them out", "offline")
+    request = ImageRequest(make=BuildRequest(formats=[kind], verify=verify), offline=context.offline)
     resolved = resolve_synced(context, options, recipe, sync=sync)
     result = build_recipe(context, options, resolved, request)
     for line in result.to_lines():

@@ -23,8 +23,27 @@ def sync_option(purpose: str) -> Callable[[Function], Function]:
     return click.option("--sync", is_flag=True, help=purpose)
 
 
+def offline_option(function: Function) -> Function:
+    """Add --offline, which sets ``Context.offline``."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if context := ctx.find_object(Context):
+            context.offline = value
+
+    return click.option(
+        "--offline",
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        help="Ask no registry for the image: take what was pulled before. With --build, build without a network.",
+    )(function)
+
+
 def wants_sync(context: Context, sync: bool) -> bool:
     """Return whether locks are to be brought up to date: by the option, or by config.yaml."""
+    if not sync and context.offline:
+        log_decision("--sync", "off", "--offline")
+        return False
     if not sync and context.settings.sync:
         log_decision("--sync", "on", context.settings.sources["sync"])
     return sync or context.settings.sync

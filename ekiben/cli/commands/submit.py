@@ -30,7 +30,7 @@ from click.core import ParameterSource
 
 from ekiben.cli.commands._jobs import new_runs_option, request_with_defaults, scheduler_of
 from ekiben.cli.commands._start import Rebuild, build_image, buildable, warn_of_edits
-from ekiben.cli.commands._sync import sync_option, wants_sync
+from ekiben.cli.commands._sync import offline_option, sync_option, wants_sync
 from ekiben.cli.context import Context
 from ekiben.cli.named import find_named
 from ekiben.cli.options import (
@@ -223,6 +223,7 @@ class WrittenRun:
 )
 @click.option("--build", is_flag=True, help="If the recipe was edited since the last build, build and test it first.")
 @sync_option("The same, and lock first where a lock file is missing or out of date.")
+@offline_option
 @click.option("--wait", is_flag=True, help="Stay until the run is over; the exit code is 1 when a job failed.")
 @click.option("--dry-run", is_flag=True, help="Print the job scripts; submit nothing.")
 @click.option(

@@ -107,3 +107,20 @@ def test_prune_removes_what_was_not_used_lately(user: Store, tmp_path: Path, run
         assert not pulled.exists() and not record.exists()
         assert pull_once(reference, user, quiet()).sif.read_bytes() == sif
     assert prune_pulled(Store(tmp_path / "nobody/store"), 0) == []
+
+
+def test_offline_sends_no_request(user: Store, tmp_path: Path, run_cli: RunCli) -> None:
+    make(tmp_path / "x.sif", squashfs(tmp_path / "x", "x"))
+    sif = (tmp_path / "x.sif").read_bytes()
+    manifest = json.dumps(
+        {"schemaVersion": 2, "config": _described(b"{}", MEDIA_SIF_CONFIG), "layers": [_described(sif, MEDIA_SIF)]}
+    ).encode()
+    with bad_registry(_serve(manifest, sif)) as (host, asked):
+        reference = Reference.parse(f"{host}/lab/x:1")
+        pulled = pull_once(reference, user, quiet())
+        before = len(asked)
+        again = pull_once(reference, user, quiet(), offline=True)
+        assert again.sif == pulled.sif and again.note.startswith(f"--offline: {host}/lab/x:1 is what it was on 20")
+        refused = run_cli("--store", user.root, "run", "--offline", f"{host}/lab/x:2", code=6).stderr
+        assert f"error: --offline: {host}/lab/x:2 was not pulled before" in refused
+        assert len(asked) == before
