@@ -65,6 +65,12 @@ class Command(click.Command):
         with with_command_name(self, formatter.width):
             super().format_help_text(ctx, formatter)
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, in sections where they are many."""
+        from ekiben.cli.sections import write_options
+
+        write_options(self, ctx, formatter)
+
 
 class TaskCommand(Command):
     """A command with the arguments IMAGE [TASK [ARGS…]]: its options come before the task, and all else is the task's.
