@@ -19,7 +19,7 @@ from pathlib import Path
 from ekiben_tasks.data.sources import check_locations, parse_sources
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.generation.settings import GenerateSettings, check, check_processes
-from ekiben_tasks.task import adapter_folder, caches, command, files
+from ekiben_tasks.task import adapter_folder, caches, command, fetch, files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import SettingError
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_flag(parser, "--overwrite", former="--fresh", help="overwrite the output, partial or finished")
     parser.add_argument("--dry-run", action="store_true", help="print where the model would be, and stop")
     command.add_on_option(parser)
+    command.add_fetch_option(parser)
     parser.add_argument("--smoke", action="store_true", help="test with a tiny model, offline")
     args = parser.parse_args(arguments)
     dry = command.read_dry_run(args)
@@ -58,11 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--model {args.model}: the adapter {settings.adapter} names its own base model; leave --model out, or the"
             " adapter (--set adapter=)"
         )
-    if dry is None:
+    if dry is None and args.fetch_only is None:
         check_processes(settings.devices, args.gpus)
         command.start_processes(__file__, args.gpus, arguments)
     recipe = command.recipe_folder(args.config, __file__)
     print_once(*caches.prepare_caches(os.environ))
+    if args.fetch_only is not None:
+        model = adapter_folder.find_model(settings.model, settings.adapter)
+        fetch.fetch_model(model, Path(args.fetch_only) if args.fetch_only else None)
+        return 0
     if args.smoke:
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small only waits for a second thread

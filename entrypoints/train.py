@@ -4,6 +4,7 @@ train --data my_rows.jsonl --output result
 train --set epochs=3 --set lora.r=8
 train --dry-run          what would be trained on what, and whether it fits
 train --dry-run --gpus 8 --on H100       the same for other GPUs, on any machine; exit code 3: it will not fit
+train --fetch-only       fetch the model, with its hashes, for nodes without a network
 train --smoke            check in seconds, offline, that this image trains
 train --gpus 4           on several GPUs of this node; on several nodes, build.py submit starts it
 """
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ekiben_tasks.distributed import failures
-from ekiben_tasks.task import caches, command
+from ekiben_tasks.task import caches, command, fetch
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.training.settings import Settings, TrainOptions
@@ -35,11 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = _parse(arguments)
     dry = command.read_dry_run(args)
-    if dry is None:
+    if dry is None and args.fetch_only is None:
         command.start_processes(__file__, args.gpus, arguments)
     settings = options.load(Settings, args.config, _assignments(args))
     recipe = command.recipe_folder(args.config, __file__)
     print_once(*caches.prepare_caches(os.environ))
+    if args.fetch_only is not None:
+        fetch.fetch_model(settings.model, Path(args.fetch_only) if args.fetch_only else None)
+        return 0
     if args.smoke:
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small only waits for a second thread
@@ -62,6 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results go (default: result)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, and stop")
     command.add_on_option(parser)
+    command.add_fetch_option(parser)
     parser.add_argument(
         "--smoke", action="store_true", help="train a tiny model on the sample rows, offline, and check everything"
     )

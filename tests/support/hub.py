@@ -34,6 +34,8 @@ class HubServer:
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    cut: dict[str, int] = field(default_factory=dict)  # file → bytes after which its next download breaks off
+    downloads: list[str] = field(default_factory=list)  # names of the files that were downloaded, in part or all
 
     def __enter__(self) -> Self:
         hub: HubServer = self
@@ -168,7 +170,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}
         if name.endswith(LARGE):
             headers |= {"X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Linked-Size": str(len(data))}
+        if self.command == "GET":
+            self.server_hub.downloads.append(name)
+        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start = int(match[1])
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self._answer(206, data[start:], headers)
+            return
+        if self.command == "GET" and name in self.server_hub.cut:
+            self._break_off(data, headers, self.server_hub.cut.pop(name))
+            return
         self._answer(200, data, headers)
+
+    def _break_off(self, data: bytes, headers: dict[str, str], size: int) -> None:
+        """Answer with the first bytes alone, and close the connection."""
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data[:size])
+        self.close_connection = True
 
     def _json(self, value: object, status: int = 200) -> None:
         self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})

@@ -6,6 +6,8 @@ __all__ = [
     "checksums",
     "command",
     "errors",
+    "fetch",
+    "fetched",
     "files",
     "hub",
     "input_files",

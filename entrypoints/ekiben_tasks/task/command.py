@@ -140,6 +140,17 @@ def add_on_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_fetch_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option --fetch-only, which fetches the model, and nothing else."""
+    parser.add_argument(
+        "--fetch-only",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="fetch the model to the hub's cache, or into DIR, with its hashes, and stop",
+    )
+
+
 def check_gpus(count: int) -> None:
     """Raise SettingError for a number of GPUs below 1."""
     if count < 1:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.fetched import check_fetched, fetched_commit
 from ekiben_tasks.task.input_files import check_model_folder
 
 _TOKEN = "set HF_TOKEN (singularity: export HF_TOKEN=..., docker: -e HF_TOKEN)"
@@ -97,12 +98,12 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def model_commit(name: str) -> str | None:
-    """Return the commit that a model of the hub was loaded from; None for a folder, or outside the cache."""
+    """Return the commit that a model of the hub was loaded from; None for a folder of others, or outside the cache."""
     import huggingface_hub
 
     repository, revision = split_revision(name)
     if Path(repository).expanduser().is_dir():
-        return None
+        return fetched_commit(Path(repository).expanduser())
     config = huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision)
     return Path(config).parent.name if isinstance(config, str) else None
 
@@ -132,17 +133,20 @@ def locate_model(name: str) -> str:
     """Return ``name`` as load.py takes it: a local folder, or a hub id whose configuration this call caches.
 
     Raises:
-        TaskError: the folder holds no model, or the hub cannot provide the configuration.
+        TaskError: the folder holds no model, the hub cannot provide the configuration, or files that were fetched are
+            damaged.
     """
     if not is_hub_model(name):
+        check_fetched(Path(name).expanduser())
         return str(Path(name).expanduser())
     import huggingface_hub
 
     try:
         repository, revision = split_revision(name)
-        huggingface_hub.hf_hub_download(repository, "config.json", revision=revision)
+        config = huggingface_hub.hf_hub_download(repository, "config.json", revision=revision)
     except Exception as error:
         raise TaskError(format_hub_error(error, name, "model")) from error
+    check_fetched(Path(config).parent)
     return name
 
 
