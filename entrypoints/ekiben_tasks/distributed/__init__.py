@@ -1,6 +1,7 @@
 """Spread training over processes: their context, and one module for each parallel strategy."""
 
 __all__ = [
+    "bf16_adamw",
     "context",
     "failures",
     "gather",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -17,6 +17,7 @@ from ekiben_tasks.distributed.saved_state import Reader
 
 # Bytes per weight of an optimizer's state and an exact copy of the weight.
 STATE_SIZES: dict[OptimizerName, int] = {"adamw": 12, "adamw_8bit": 6, "adafactor": 5, "muon": 12}
+BF16_STATE_SIZE = 8  # of AdamW's without such a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class OptimizerConfig:
     max_grad_norm: float  # maximum norm of the gradient; 0: no clipping
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
     name: OptimizerName = "adamw"
+    weights: Literal["fp32", "bf16"] = "fp32"  # bf16: without an exact copy
 
 
 def make_optimizer(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ekiben_tasks.distributed.bf16_adamw import RoundingAdamW
 from ekiben_tasks.distributed.context import DistributedContext
 from ekiben_tasks.distributed.gather import gather_weights, tied_names
 from ekiben_tasks.distributed.model_loading import load_loss_module
@@ -142,6 +143,46 @@ class ReplicatedStrategy:
             torch._foreach_copy_(self.parameters, self.copies)
 
 
+class Bf16Strategy(ReplicatedStrategy):
+    """Train weights that exist in bf16 alone, with fp32 gradients; the optimizer rounds them stochastically."""
+
+    def __init__(self, loss_module: LossModule, config: OptimizerConfig, world: DistributedContext) -> None:
+        self.loss_module, self.config, self.world, self.collective = loss_module, config, world, False
+        named = {name: each for name, each in loss_module.model.named_parameters() if each.requires_grad}
+        self.names, self.parameters = list(named), list(named.values())
+        self.copies = [parameter.detach() for parameter in self.parameters]  # the weights themselves
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.gradient = torch.zeros(sum(sizes), device=self.parameters[0].device)
+        pairs = zip(self.gradient.split(sizes), self.parameters, strict=True)
+        gradients = [gradient.view_as(parameter) for gradient, parameter in pairs]
+        for gradient, parameter in zip(gradients, self.parameters, strict=True):
+            parameter.register_post_accumulate_grad_hook(_make_accumulator(gradient))
+        self.optimizer = RoundingAdamW(self.copies, gradients, config)
+        self.scaler = torch.GradScaler(self.gradient.device.type, enabled=False)
+
+    def is_finite(self) -> bool:
+        """Return whether all trained weights are finite."""
+        return all(bool(weight.isfinite().all()) for weight in self.copies)
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Return the trained weights and the optimizer's state in the first process, {} in the others."""
+        if not self.world.is_main_process:
+            return {}
+        weights = torch.cat([weight.view(-1).cpu() for weight in self.copies])
+        return {"weights": weights, "optimizer": self.optimizer.state_dict()}
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Restore the state after a step that save() left in ``state``."""
+        for weight, saved in zip(
+            self.copies, state["weights"].split([weight.numel() for weight in self.copies]), strict=True
+        ):
+            weight.copy_(saved.view_as(weight))
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _spread(self) -> None:
+        """Do nothing: the model has the weights already."""
+
+
 def create(
     request: ModelRequest, optimizer: OptimizerConfig, world: DistributedContext, options: None
 ) -> ReplicatedStrategy:
@@ -150,6 +191,8 @@ def create(
     Raises:
         TaskError: the model cannot be loaded, or cannot be trained this way.
     """
+    if optimizer.weights == "bf16":
+        return Bf16Strategy(load_loss_module(request), optimizer, world)
     return ReplicatedStrategy(load_loss_module(request), optimizer, world)
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ekiben_tasks.distributed.optimizer import STATE_SIZES, OptimizerConfig
+from ekiben_tasks.distributed.optimizer import BF16_STATE_SIZE, STATE_SIZES, OptimizerConfig
 from ekiben_tasks.distributed.strategy import StrategyModule
 from ekiben_tasks.models.device import Device, compiler_missing
 from ekiben_tasks.models.memory import SPREAD, Memory, MemoryProfile
@@ -35,6 +35,7 @@ class Plan:
             settings.max_grad_norm,
             (settings.adam_beta1, settings.adam_beta2),
             settings.optimizer,
+            settings.weights,
         )
 
     def step_tokens(self, longest: int, processes: int) -> int:
@@ -116,7 +117,7 @@ def memory_choices(
         "gpus": processes,
         "offload": offload,
         "bits": settings.bits,
-        "optimizer_size": STATE_SIZES[settings.optimizer],
+        "optimizer_size": BF16_STATE_SIZE if settings.weights == "bf16" else STATE_SIZES[settings.optimizer],
         "size": device.dtype.itemsize,
         "keeps_scores": settings.attention == "math",
         "compiled": will_compile(strategy, settings, device, tokens),

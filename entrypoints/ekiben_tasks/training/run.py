@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ekiben_tasks.data.packing import fill_sequences
 from ekiben_tasks.data.sources import Source
 from ekiben_tasks.data.tokenize import apply_format, prepare_padding
@@ -310,7 +312,12 @@ def _device(settings: Settings, index: int, dry: DryRun | None) -> tuple[Device,
     if dry and dry.gpu:
         return named_device(dry.gpu), None
     try:
-        return choose_device(settings.device, index), None
+        device = choose_device(settings.device, index)
+        if settings.weights == "fp32":
+            return device, None
+        if device.is_gpu and not device.has_bf16:
+            raise TaskError(f"setting weights=bf16: {device.name} does not compute in bf16; use weights=fp32")
+        return dataclasses.replace(device, dtype=torch.bfloat16), None
     except TaskError as error:
         if not dry:
             raise

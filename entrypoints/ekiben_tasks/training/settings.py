@@ -100,6 +100,9 @@ class Settings:
     optimizer: OptimizerName = option(  # noqa: RUF009  it makes a field
         "adamw", "adamw_8bit: bitsandbytes'; adafactor: transformers'; muon: torch's for matrices in blocks, else adamw"
     )
+    weights: Literal["fp32", "bf16"] = option(
+        "fp32", "trained weights; bf16: no exact copy is kept, and AdamW rounds stochastically (arXiv:2010.06192)"
+    )
     adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients")
     adam_beta2: float = option(0.999, "AdamW's decay of the mean of their squares")
     weight_decay: float = option(0.0, "the optimizer's weight decay; norms and biases have none")
@@ -254,6 +257,12 @@ def _strategy_problems(settings: Settings) -> list[str]:
 
 def _optimizer_problems(settings: Settings) -> list[str]:
     """Return why the optimizer cannot be had with the other settings, or in this image."""
+    if settings.weights == "bf16":
+        wrong = [f"optimizer={settings.optimizer}"] if settings.optimizer != "adamw" else []
+        wrong += [f"parallel={settings.parallel}"] if settings.parallel in ("fsdp", "deepspeed") else []
+        if wrong:
+            advice = "use optimizer=adamw with parallel=ddp or none, or weights=fp32"
+            return [f"setting weights=bf16: not together with {', '.join(wrong)}; {advice}"]
     way = f"setting optimizer={settings.optimizer}"
     if settings.optimizer == "adamw":
         return []

@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
     "micro_batch": 3,
     "last_layer": ("ln_f",),
     "schedule": "cosine",
+    "weights": "bf16",
     "long_examples": "cut",
     "mixture": "all_exhausted",
     "optimizer": "muon",
