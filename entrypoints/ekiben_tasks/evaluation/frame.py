@@ -32,16 +32,16 @@ class EvaluationSettings:
         "cyberagent/open-calm-3b",
         "a hub id, perhaps ID@REVISION, or a folder; not used with an adapter, which names its base; --model",
     )
-    adapter: str = option("", "folder of an adapter, which is not merged; empty: the model without one; --adapter")
+    adapter: str = option("", "folder of an adapter, which is not merged; empty: none; --adapter")
     output: str = option("evaluation", "folder of run.json and of the answers; --output")
     batch_size: int = option(8, "examples at a time")
     bits: Literal[16, 8, 4] = option(16, "of the weights: 8 and 4 need a GPU and save memory")
-    seed: int = option(1234, "of examples that are chosen, and of sampling")
+    seed: int = option(1234, "seed of the choice of examples and of the sampling")
     model_checksum: bool = option(
         True, "record the SHA-256 of a local model's files; they are read in the background, once the model is loaded"
     )
     hang_minutes: float = option(30, "minutes that one of several processes may take for a batch; 0: an hour")
-    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
+    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: the CPU, which is slow")
 
 
 S = TypeVar("S", bound=EvaluationSettings)

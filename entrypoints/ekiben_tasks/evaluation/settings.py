@@ -17,7 +17,7 @@ class SquadSettings(frame.EvaluationSettings):
 
     data: str = option("sample", "a file in SQuAD's format; sample: the recipe's own; --data")
     form: DatasetFormat = field(default_factory=DatasetFormat)
-    examples: int = option(0, "so many random questions; 0: all")
+    examples: int = option(0, "number of random questions; 0: all")
     max_new_tokens: int = option(64, "tokens of the longest answer")
     first_line: bool = option(True, "score an answer up to its first line end")
 
@@ -36,7 +36,7 @@ class PerplexitySettings(frame.EvaluationSettings):
     )
     column: str = option("text", "counts=texts: the column with the text")
     form: DatasetFormat = field(default_factory=DatasetFormat)
-    examples: int = option(0, "the first so many; 0: all")
+    examples: int = option(0, "number of examples, from the first; 0: all")
     max_length: int = option(0, "tokens that the model reads at once; 0: as many as it can")
 
 

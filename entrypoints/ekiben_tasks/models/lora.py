@@ -15,19 +15,19 @@ class Lora:
 
     r: int = option(4, "rank of the two matrices added to each target")
     alpha: int = option(16, "their product is scaled by alpha / r")
-    dropout: float = option(0.05, "share of the adapter's inputs left out while learning")
+    dropout: float = option(0.05, "dropout probability of the adapter's inputs")
     target_modules: Literal["auto", "all-linear"] | tuple[str, ...] = option(
         "auto",
         "names of the layers that get an adapter; auto: the attention's, by architecture; all-linear: all but the head",
     )
     use_rslora: bool = option(False, "scale by alpha / sqrt(r) instead (arXiv:2312.03732)")
-    use_dora: bool = option(False, "train the length of each output's weights, too (DoRA, arXiv:2402.09353)")
-    rank_pattern: object = option(None, "other ranks of some layers, {name: r}; a name may be a regular expression")
-    alpha_pattern: object = option(None, "other alphas of some layers, in the same way")
+    use_dora: bool = option(False, "also train the magnitude of each output's weights (DoRA, arXiv:2402.09353)")
+    rank_pattern: object = option(None, "ranks of single layers, {name: r}; a name may be a regular expression")
+    alpha_pattern: object = option(None, "alphas of single layers, {name: alpha}, as rank_pattern")
     modules_to_save: tuple[str, ...] = option(
-        (), "names of modules that are trained wholly, and saved with the adapter"
+        (), "names of modules that are trained in full and saved with the adapter"
     )
-    trainable_token_indices: tuple[int, ...] = option((), "numbers of tokens whose embeddings are trained, too")
+    trainable_token_indices: tuple[int, ...] = option((), "ids of tokens whose embeddings are trained, too")
 
 
 def check_lora(lora: Lora) -> list[str]:

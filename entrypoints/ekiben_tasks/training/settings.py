@@ -54,7 +54,9 @@ class Settings:
 
     model: str = option("cyberagent/open-calm-3b", "base model: a hub id or a local folder")
     method: Literal["lora", "full", "last-layer"] = option("lora", "trained weights: an adapter, all, the last layer")
-    bits: Literal[16, 8, 4] = option(16, "of the frozen weights under an adapter; 8 and 4 by bitsandbytes, on a GPU")
+    bits: Literal[16, 8, 4] = option(
+        16, "bits of a frozen weight under an adapter; 8 and 4, by bitsandbytes, need a GPU"
+    )
     data: object = option(
         SAMPLE,
         "hub data sets, folders, or files (JSON, JSON lines, CSV, TSV, Parquet, Arrow, text); or groups {source,"
@@ -78,7 +80,7 @@ class Settings:
         " another",
     )
     lora: Lora = dataclasses.field(default_factory=Lora)
-    adapter: str = option("", "folder of a LoRA adapter to go on from, whose configuration counts instead of lora")
+    adapter: str = option("", "folder of a LoRA adapter to train further; its configuration replaces lora")
     last_layer: Literal["auto"] | tuple[str, ...] = option(
         "auto", "modules or weights that method last-layer trains; auto: the last norm, and the head unless it is tied"
     )
@@ -112,13 +114,13 @@ class Settings:
     max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this; 0: no clipping")
     eval_every: int = option(500, "steps between evaluations; the last step has one")
     early_stopping_patience: int = option(
-        0, "the run ends after so many evaluations without a lower loss than before; 0: it does not"
+        0, "stop after this number of evaluations without a new lowest loss; 0: never"
     )
     load_best_model_at_end: bool = option(
-        False, "the result is that of the evaluation with the lowest loss, whose checkpoint is kept"
+        False, "return the weights of the evaluation with the lowest loss; its checkpoint is kept"
     )
     sample_answers: int = option(
-        0, "rows for evaluation that are answered, greedily, after each evaluation: printed, and in samples.jsonl"
+        0, "number of evaluation rows to answer greedily after each evaluation; printed, and written to samples.jsonl"
     )
     save_minutes: float = option(15, "minutes between checkpoints; there is one after every epoch and on SIGTERM")
     save_steps: int = option(0, "steps between further checkpoints; 0: none")
@@ -132,19 +134,20 @@ class Settings:
     model_checksum: bool = option(
         True, "record the SHA-256 of a local model's files; they are read in the background, once the model is loaded"
     )
-    seed: int = option(42, "of the split, the order, the adapter's start and the dropout")
+    seed: int = option(42, "seed of the split, the order of the rows, new weights and dropout")
     gradient_checkpointing: bool | Literal["auto"] = option(
         "auto", "compute activations twice to save memory; auto: those of as many blocks as needed"
     )
     compile: bool | Literal["auto"] = option("auto", "torch.compile the blocks; auto: on a GPU, for runs long enough")
     attention: AttentionKernel = option(  # noqa: RUF009  it makes a field
         "auto",
-        "its kernel; auto: the fastest here, for examples of 4,096 tokens and more flash_attn_4 where the image and a"
-        " Hopper GPU have it; sdpa: torch's choice; flash, cudnn, efficient, math: that one of torch's alone; varlen:"
+        "attention kernel; auto: the fastest here, for examples of 4,096 tokens and more flash_attn_4 where the image"
+        " and a Hopper GPU have it; sdpa: torch's choice; flash, cudnn, efficient, math: that one of torch's alone; varlen:"
         " torch's for mixed lengths; flash_attn_2 and flash_attn_4: of the layers flash-attn and flash-attn-4",
     )
     parallel: str = option(
-        "auto", "several GPUs: ddp: each the whole model; fsdp, deepspeed: shared. auto: ddp where there are several"
+        "auto",
+        "ddp: each GPU has a copy of the model; fsdp, deepspeed: weights are sharded; auto: ddp with several GPUs",
     )
     deepspeed: DeepSpeed = dataclasses.field(default_factory=DeepSpeed)
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU, bf16 where it has it, else fp16; cpu: fp32")

@@ -18,29 +18,31 @@ class Settings:
     NAME: ClassVar[str] = ""
     DATA: ClassVar[Literal["pairs", "labels", "prompts"]] = "pairs"
 
-    model: str = option("cyberagent/open-calm-3b", "a hub id, perhaps ID@REVISION, or a folder")
-    method: Literal["lora", "full"] = option("lora", "what is trained: an adapter, or every weight")
+    model: str = option("cyberagent/open-calm-3b", "base model: a hub id, ID@REVISION, or a local folder")
+    method: Literal["lora", "full"] = option("lora", "trained weights: an adapter, or all")
     data: object = option("sample", "hub data sets, folders or files; sample: the recipe's own; --data")
     lora: Lora = field(default_factory=Lora)
-    bits: Literal[16, 8, 4] = option(16, "of the frozen weights under an adapter; 8 and 4 by bitsandbytes, on a GPU")
-    epochs: float = option(1.0, "times that every example is used")
-    max_steps: int = option(0, "the run ends after so many steps; 0: after its epochs")
-    batch_size: int = option(16, "examples (grpo: completions) of a step, of all processes together")
-    micro_batch: int = option(2, "of them at a time in each process")
-    learning_rate: float = option(1e-5, "the highest")
-    schedule: Literal["linear", "cosine", "constant"] = option("linear", "how the learning rate falls")
-    warmup_steps: int = option(0, "steps in which the learning rate rises")
-    weight_decay: float = option(0.0, "of AdamW")
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm")
+    bits: Literal[16, 8, 4] = option(
+        16, "bits of a frozen weight under an adapter; 8 and 4, by bitsandbytes, need a GPU"
+    )
+    epochs: float = option(1.0, "times through the data; 0.5: half of it")
+    max_steps: int = option(0, "stop after this number of steps; 0: at the end of the epochs")
+    batch_size: int = option(16, "examples (grpo: completions) of one step, over all GPUs")
+    micro_batch: int = option(2, "examples (grpo: completions) at a time on each GPU")
+    learning_rate: float = option(1e-5, "highest learning rate")
+    schedule: Literal["linear", "cosine", "constant"] = option("linear", "decay of the learning rate after the warm-up")
+    warmup_steps: int = option(0, "steps until the highest learning rate")
+    weight_decay: float = option(0.0, "AdamW's weight decay")
+    max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this")
     max_length: int = option(1024, "tokens of prompt and completion; what is longer is cut at the end, and counted")
     gradient_checkpointing: bool = option(True, "compute activations twice, and keep few of them")
     save_steps: int = option(100, "steps between checkpoints")
-    save_total_limit: int = option(2, "so many checkpoints are kept")
+    save_total_limit: int = option(2, "number of newest checkpoints to keep")
     log_steps: int = option(1, "steps between lines of metrics.jsonl")
-    seed: int = option(42, "of the order of the examples, and of new weights")
+    seed: int = option(42, "seed of the order of the examples and of new weights")
     model_checksum: bool = option(True, "record the SHA-256 of a local model's files")
-    hang_minutes: float = option(30, "minutes that a step may take before the run is ended; 0: an hour")
-    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
+    hang_minutes: float = option(30, "longest time of a step in minutes, after which the run ends; 0: an hour")
+    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: the CPU, which is slow")
 
     def trl_options(self) -> dict[str, Any]:
         """Return the arguments of TRL's configuration that this method alone has."""
@@ -57,7 +59,7 @@ class DpoSettings(Settings):
 
     NAME = "dpo"
 
-    beta: float = option(0.1, "how closely the model stays to where it began; larger: closer")
+    beta: float = option(0.1, "weight of the distance from the first model; larger: it stays closer")
     loss_type: tuple[str, ...] = option(("sigmoid",), "TRL's losses: sigmoid, ipo, hinge, robust, …; several are added")
     label_smoothing: float = option(0.0, "share of pairs that may be the wrong way round")
 
@@ -86,9 +88,9 @@ class KtoSettings(Settings):
     NAME = "kto"
     DATA = "labels"
 
-    beta: float = option(0.1, "how closely the model stays to where it began; larger: closer")
-    desirable_weight: float = option(1.0, "of examples with label true")
-    undesirable_weight: float = option(1.0, "of examples with label false")
+    beta: float = option(0.1, "weight of the distance from the first model; larger: it stays closer")
+    desirable_weight: float = option(1.0, "weight of examples with label true")
+    undesirable_weight: float = option(1.0, "weight of examples with label false")
 
     def trl_options(self) -> dict[str, Any]:
         """Return beta and the two weights."""
@@ -126,8 +128,8 @@ class GrpoSettings(Settings):
     reward_weights: tuple[float, ...] = option((), "a weight for each reward; empty: all the same")
     num_generations: int = option(8, "completions of each prompt, which are compared")
     max_new_tokens: int = option(256, "tokens of the longest completion")
-    temperature: float = option(1.0, "of the sampling")
-    beta: float = option(0.0, "weight of the distance from where the model began; 0: none, and no second model")
+    temperature: float = option(1.0, "sampling temperature")
+    beta: float = option(0.0, "weight of the distance from the first model; 0: none, and no second model")
 
     def trl_options(self) -> dict[str, Any]:
         """Return the settings of the generation and of the loss."""
