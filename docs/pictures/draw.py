@@ -86,6 +86,7 @@ def draw_layers() -> str:
         ("lora-opencalm", "the recipe: tasks, settings, entrypoints", ORANGE),
         ("huggingface", "huggingface.def + huggingface.lock", BLUE),
         ("pytorch", "pytorch.def + pytorch.lock", BLUE),
+        ("compiler", "compiler.def + apt.lock", BLUE),
         ("python", "python.def + python.lock", BLUE),
         ("base", "base.def + apt.lock (Debian)", BLUE),
     ]
@@ -110,13 +111,13 @@ def draw_layers() -> str:
         arrow((560, 187), (560, 285), (606, 285)),
         text(
             24,
-            356,
+            412,
             "An edit of one definition file rebuilds its layer and the layers above it; everything below is reused.",
             size=13,
             colour=GREY,
         ),
     ]
-    return svg(894, 376, "Layers of a recipe become a SIF and a Docker image", parts)
+    return svg(894, 432, "Layers of a recipe become a SIF and a Docker image", parts)
 
 
 def draw_packages() -> str:

@@ -52,9 +52,10 @@ def _same_below(layer: StoredLayer, lower: Sequence[StoredLayer], store: Store) 
 
 def _below(layer: StoredLayer, store: Store) -> Iterator[StoredLayer]:
     """Yield the layers that ``layer`` was built on, the highest first, as far as the store has their records."""
-    while isinstance(parent := layer.inputs.get("parent"), str):
-        record = store.layer(parent)
-        if record is None:
-            return
-        layer = record
-        yield layer
+    while (parent := layer.inputs.get("parent")) is not None:
+        for key in reversed(parent if isinstance(parent, list) else [parent]):
+            record = store.layer(key) if isinstance(key, str) else None
+            if record is None:
+                return
+            layer = record
+            yield layer

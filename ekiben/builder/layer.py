@@ -51,6 +51,7 @@ from ekiben.formats.evaluated import Evaluated, written_path
 from ekiben.formats.layer import File
 from ekiben.formats.tar import DigestWriter
 from ekiben.resolve.graph import BuildStage, Layer
+from ekiben.resolve.keys import parent_name
 from ekiben.spec.definition_scripts import interpreter_command
 from ekiben.spec.environment import expand, is_known
 from ekiben.store import Store, StoredLayer, bind_layers
@@ -306,7 +307,7 @@ class LayerBuilder:
         )
         links: tuple[str, ...] = ()
         if step.inputs.get("writes"):
-            links = (name := written_path(str(step.inputs["parent"])), *ENVIRONMENT_LINKS)
+            links = (name := written_path(parent_name(step.inputs["parent"])), *ENVIRONMENT_LINKS)
             files = [File(name, 0o644, content=b"#!/bin/sh\n"), *files]
         job = prepare_job(script, lower, self.store, staging, files=files, log=log)
         if links:

@@ -204,13 +204,20 @@ def _reason(step: Layer | BuildStage, store: Store, *, parent_is_rebuilt: bool) 
     last = store.last_inputs(step.name)
     if last is None:
         return "parent is rebuilt" if parent_is_rebuilt else "never built in this store"
+    if isinstance(step, Layer) and "parent" in last and "parent" not in step.inputs:
+        return "the key no longer names the parent"
     changes = [
         _change(field, last.get(field), value) for field, value in step.inputs.items() if last.get(field) != value
     ]
     return ", ".join(changes) or "its data is gone from the store"
 
 
-_CHANGES = {"parent": "parent changed", "post": "%post changed", "from": "outputs of a build stage changed"}
+_CHANGES = {
+    "parent": "parent changed",
+    "below": "a layer below changed",
+    "post": "%post changed",
+    "from": "outputs of a build stage changed",
+}
 
 
 def _change(field: str, before: Any, now: Any) -> str:
@@ -221,7 +228,7 @@ def _change(field: str, before: Any, now: Any) -> str:
     if field == "files":
         old, new = ({item[0]: item[1:] for item in files or []} for files in (before, now))
         return "file changed: " + _format_first(_changed_keys(old, new))
-    if field == "packages":
+    if field in ("packages", "tools"):
         return "Debian packages changed: " + _format_first(_changed_keys(before or {}, now or {}))
     if field == "environment":
         return "environment changed: " + ", ".join(_changed_keys(before or {}, now or {}))

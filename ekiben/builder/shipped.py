@@ -16,7 +16,7 @@ from ekiben.spec.stack import stacks
 from ekiben.store import StoredLayer
 
 _RECIPE, _LAYER = "recipes/lora-opencalm", "huggingface"
-_VARYING = ("parent", "packages", "epoch")  # signed packages of Debian, and the time of files
+_VARYING = ("parent", "packages", "tools", "epoch")  # signed packages of Debian, and the time of files
 
 
 def is_shipped(layer: Layer | StoredLayer, arch: str) -> bool:

@@ -22,7 +22,7 @@ def add_base(definition: Definition, state: ImageState, locked: Mapping[str, Any
     source = load_agent(stage.bootstrap).key_inputs(stage.header)
     inputs = {
         "format": KEY_FORMAT,
-        "parent": state.top_key,
+        "parent": state.parent,
         "kind": "bootstrap",
         "source": source,
         **locked,
@@ -63,7 +63,7 @@ def add_files(step: FileStep, stage: Stage, state: ImageState, stack: Stack) -> 
     """Return the state with the layer of files of a ``stage`` whose %post is a further layer."""
     inputs = {
         "format": KEY_FORMAT,
-        "parent": state.top_key,
+        "parent": state.parent,
         "kind": "files",
         "post": "",
         **file_inputs(step.files),
@@ -90,7 +90,7 @@ def add_script(name: str, script: EnvironmentScript, state: ImageState, stack: S
     """Return the state with the layer ``name``, which evaluates a script in the layers below it."""
     inputs = {
         "format": KEY_FORMAT,
-        "parent": state.top_key,
+        "parent": state.parent,
         "kind": "environment",
         "environment": dict(state.environment),
         "script": script.text,

@@ -19,6 +19,9 @@ from ekiben.spec.source_folders import follow
 from ekiben.spec.sources import Source
 from ekiben.spec.stack import Stack
 
+Parent = str | list[str] | None
+PARENT = "parent"  # the input of a key
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -55,9 +58,9 @@ class ImageState:
     scripts: tuple[EnvironmentScript, ...] = ()
 
     @property
-    def top_key(self) -> str | None:
-        """Return the key of the highest layer, which the next layer's key has as its parent."""
-        return self.layers[-1].cache_key if self.layers else None
+    def parent(self) -> Parent:
+        """Return what the next layer's key has as its parent."""
+        return parent_of(self.layers)
 
     def add(self, layer: Layer) -> ImageState:
         """Return the state with one layer more, and the same environment."""
@@ -159,6 +162,18 @@ class ResolvedRecipe:
     def top(self) -> Layer:
         """Return the highest layer."""
         return self.layers[-1]
+
+
+def parent_of(layers: Sequence[Layer]) -> Parent:
+    """Return what the key of a layer on these layers has as its parent: the key of the highest one, which has its own
+    parent's. Where keys of wheel layers have none: the keys from the highest layer that has one on, bottom first.
+    """
+    keys: list[str] = []
+    for layer in reversed(layers):
+        keys.insert(0, layer.cache_key)
+        if PARENT in layer.inputs:
+            break
+    return keys if len(keys) > 1 else keys[0] if keys else None
 
 
 def stages_of(copies: Iterable[StageCopy]) -> list[BuildStage]:

@@ -22,6 +22,11 @@ def hash_inputs(inputs: Mapping[str, Any]) -> str:
     return hashlib.sha256(normalize.encode()).hexdigest()
 
 
+def parent_name(parent: object) -> str:
+    """Return one name of a key's parent, which may be several keys."""
+    return parent if isinstance(parent, str) else hash_inputs({"parent": parent})
+
+
 def mode_of(path: Path) -> int:
     """Return the mode as an input of a key. Only the executable bit counts, not a clone's umask."""
     return 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644

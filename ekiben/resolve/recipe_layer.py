@@ -15,7 +15,7 @@ from ekiben.formats.base_config import BASE_RUNSCRIPT, BASE_STARTSCRIPT
 from ekiben.formats.layer import File
 from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.resolve.apps import START, START_FILE
-from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
+from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, parent_of, stages_of
 from ekiben.resolve.keys import KEY_FORMAT, mode_of
 from ekiben.spec.bases_lock import bound_base
 from ekiben.spec.definition_scripts import is_plain, with_shebang
@@ -68,7 +68,7 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(metadata, indent=1).encode() + b"\n"))
     inputs = {
         "format": KEY_FORMAT,
-        "parent": resolved.top.cache_key if resolved.layers else None,
+        "parent": parent_of(resolved.layers),
         "kind": "files",
         "files": [[file.destination, file.mode, file.sha256()] for file in files],
         "epoch": epoch,

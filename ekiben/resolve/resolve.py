@@ -21,9 +21,10 @@ from ekiben.resolve.base_layer import FileStep, add_base, add_files, add_script
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
 from ekiben.resolve.copies import copied_files, copy_inputs, file_inputs
 from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, StageCopy
-from ekiben.resolve.keys import KEY_FORMAT, hash_inputs
+from ekiben.resolve.keys import KEY_FORMAT, hash_inputs, parent_name
 from ekiben.resolve.recipe_layer import add_recipe_layer
 from ekiben.resolve.sources import locked_sources, source_copies
+from ekiben.resolve.wheel_layers import wheel_inputs
 from ekiben.spec.bases_lock import bind_bases
 from ekiben.spec.definition import (
     SCRATCH,
@@ -322,7 +323,7 @@ class _Images:
         if stage.post:
             sources = locked_sources(files, self.recipe)
             copies += source_copies(definition.name, sources, state, self.stack, self.recipe.folder)
-        parent = state.top_key or ""
+        parent = parent_name(state.parent) if state.layers else ""
         writes = writes_environment("\n".join([stage.post, *(file.destination for file in files)]))
         if stage.bootstrap == SCRATCH and stage.post:  # its shell is one of the files
             if not (files or copies):
@@ -336,7 +337,7 @@ class _Images:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
             inputs = {
                 "format": KEY_FORMAT,
-                "parent": state.top_key,
+                "parent": state.parent,
                 "kind": kind,
                 "post": stage.post,
                 **_shell_input(stage),
@@ -348,6 +349,7 @@ class _Images:
                 "epoch": epoch,
                 "platform": self.stack.platform,
             }
+            inputs = wheel_inputs(inputs, state) or inputs
             layer = Layer(
                 name=definition.name,
                 kind=kind,
@@ -450,7 +452,7 @@ class _Images:
             archs = supported_archs(stack_file.compute_capabilities, stage.labels.get(MINIMUM_LABEL), definition.path)
             inputs |= {"wheel": wheel, **_compiler_inputs(stack_file, state, runtime), "capabilities": archs}
         else:
-            inputs |= {"parent": state.top_key, "environment": dict(state.environment)}
+            inputs |= {"parent": state.parent, "environment": dict(state.environment)}
         return BuildStage(
             name=f"{definition.name}.{stage.name}",
             stage=stage,

@@ -88,7 +88,7 @@ def _stage(layer: str, source: Source, state: ImageState, stack: Stack) -> Build
         "hands over": [output],
         "epoch": stack.file.epoch,
         "platform": stack.platform,
-        "parent": state.top_key,
+        "parent": state.parent,
         "environment": dict(state.environment),
     }
     return BuildStage(

@@ -83,7 +83,11 @@ def remove(site: Path) -> int:
 def find_strippable(site: Path) -> list[Path]:
     files = (path for path in sorted(site.rglob("*.so*")) if path.is_file() and not path.is_symlink())
     large = (path for path in files if path.stat().st_size >= STRIP_FROM)
-    return [path for path in large if not NOT_STRIPPED.match(path.relative_to(site).as_posix()) and has_symbols(path)]
+    libraries = [path for path in large if not NOT_STRIPPED.match(path.relative_to(site).as_posix())]
+    if libraries and not all(map(shutil.which, ("readelf", "strip"))):  # only a layer with a compiler brings them
+        report(0, f"{len(libraries)} large libraries", "not stripped of symbols for debuggers: no binutils here")
+        return []
+    return [path for path in libraries if has_symbols(path)]
 
 
 def has_symbols(path: Path) -> bool:
@@ -91,10 +95,7 @@ def has_symbols(path: Path) -> bool:
 
 
 def binutils(tool: str, *arguments: str | Path) -> bytes:
-    try:
-        return subprocess.run([tool, *arguments], check=True, stdout=subprocess.PIPE).stdout
-    except FileNotFoundError as error:
-        raise SystemExit(f"shrink.py: {tool} not found, needed for {arguments[-1]}: install binutils") from error
+    return subprocess.run([tool, *arguments], check=True, stdout=subprocess.PIPE).stdout
 
 
 def strip(path: Path) -> int:

@@ -52,13 +52,14 @@ def test_second_build_builds_nothing(built: BuiltImage, workspace: Workspace) ->
     again = make_image(built)
     took = time.monotonic() - began
     assert again.returncode == 0
-    assert "all 5 layers are stored" in again.stderr
+    assert "all 6 layers are stored" in again.stderr
     assert built.sif.stat().st_mtime_ns == before
     assert took < 10  # a shared and busy machine; bench/ measures it
     rows = json.loads(built.cli(workspace).run("--store", built.store, "plan", "lora-opencalm", "--json").stdout)
     assert [(row["layer"], row["stored"]) for row in rows] == [
         ("base", True),
         ("python", True),
+        ("compiler", True),
         ("pytorch", True),
         ("huggingface", True),
         ("lora-opencalm", True),
@@ -70,7 +71,14 @@ def test_list_and_inspect(built: BuiltImage, workspace: Workspace) -> None:
     listed = cli.run("--store", built.store, "list").stdout
     assert any(line.startswith("lora-opencalm") and "sha256:" in line for line in listed.splitlines())
     about = json.loads(cli.run("--store", built.store, "inspect", "lora-opencalm", "--json").stdout)
-    assert [layer["name"] for layer in about["layers"]] == ["base", "python", "pytorch", "huggingface", "lora-opencalm"]
+    assert [layer["name"] for layer in about["layers"]] == [
+        "base",
+        "python",
+        "compiler",
+        "pytorch",
+        "huggingface",
+        "lora-opencalm",
+    ]
     file = json.loads(cli.run("--store", built.store, "inspect", built.sif, "--json").stdout)
     assert file["size"] == built.sif.stat().st_size
     loaded = subprocess.check_output([DOCKER, "image", "inspect", "--format", "{{.Id}}", TAG], text=True).strip()
@@ -156,7 +164,7 @@ OTHERS = sorted({path.parent.name for path in ROOT.glob("recipes/*/recipe.yaml")
 OWN_TESTS = """
 for script in /opt/ekiben/tests/*; do
     case "$script" in
-        *-base.sh | *-python.sh | *-pytorch.sh | *-huggingface.sh) ;;
+        *-base.sh | *-python.sh | *-compiler.sh | *-pytorch.sh | *-huggingface.sh) ;;
         *) echo "test: ${script##*/}"; sh -e "$script" </dev/null || exit 1 ;;
     esac
 done

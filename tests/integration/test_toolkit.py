@@ -123,7 +123,14 @@ def forget(store: Store, image: Image, result: StoredResult) -> None:
 def test_extension_is_compiled_with_nvcc(chain: ResolvedRecipe, workspace: Workspace, tmp_path: Path) -> None:
     store = Store(workspace.store(ME, "toolkit"))
     image, result = built(chain, store)
-    assert [layer.name for layer in image.layers] == ["base", "python", "pytorch", "kernel", chain.recipe.name]
+    assert [layer.name for layer in image.layers] == [
+        "base",
+        "python",
+        "compiler",
+        "pytorch",
+        "kernel",
+        chain.recipe.name,
+    ]
     assert list(result.notes["extensions"].values()) == [["sm_80", "sm_90"]]
     (handed,) = result.files
     wheel = tmp_path / Path(handed.path).name

@@ -66,7 +66,7 @@ def test_project(lora_opencalm: BuiltImage, workspace: Workspace, cli: Cli) -> N
     folder.mkdir()
     for name, text in zip(("requirements.txt", "prepare.py", "train.py"), files, strict=True):
         (folder / name).write_text(text)
-    share_layers(lora_opencalm.store, store, ["base", "python", "pytorch"], ME)
+    share_layers(lora_opencalm.store, store, ["base", "python", "compiler", "pytorch"], ME)
     assert [re.sub(".*ekiben ", "", line).split()[0] for line, _ in commands] == [
         "init",
         "build",

@@ -135,6 +135,7 @@ def test_plan_names_every_layer(installed: Installed, tmp_path: Path) -> None:
     assert [line.split()[1] for line in stdout.splitlines()] == [
         "base",
         "python",
+        "compiler",
         "pytorch",
         "huggingface",
         "lora-opencalm",

@@ -62,3 +62,27 @@ def test_no_script_of_a_recipe_sees_the_caches(
     assert "layer mine changes /opt/venv" not in done.stderr
     assert "no hard links: a layer below is not one of Ekiben's" in done.stderr
     assert os.geteuid() == 0
+
+
+def test_one_layer_serves_two_bases(
+    recipe_folder: RecipeFolder, cli: Cli, workspace: Workspace, new_store: NewStore
+) -> None:
+    """The key does not name the base, and the bytes are the same on both; the tests run again on the new one."""
+    few_packages(recipe_folder)
+    test = '\n%test\n    python -c "import tqdm, yaml"\n'
+    recipe_folder.layer("few", "python", INSTALL, FILES + test)
+    recipe_folder.top("few")
+    store, out = new_store("root", "base", "python"), workspace.folder("out")
+    options = ("--engine", "apptainer", "--format", "sif")
+    first = cli.image(store, recipe_folder.path, *options, cwd=out)
+    assert first["built"][:-1] == ["few"]
+    base = (ROOT / "images/base.def").read_text().replace("Include: ca-certificates", "Include: ca-certificates file")
+    (recipe_folder.path / "images/base.def").write_text(base)
+    second = cli.image(store, recipe_folder.path, *options, cwd=out)
+    assert second["built"][:-1] == ["base", "python"]
+    layers = [{layer["name"]: layer for layer in image["layers"]} for image in (first, second)]
+    assert layers[0]["few"] == layers[1]["few"]
+    assert layers[0]["python"]["diff_id"] != layers[1]["python"]["diff_id"]
+    assert [check["reused"] for check in second["checks"]] == [None]
+    done = cli.run("--store", store, "verify", recipe_folder.path, "--rebuild", "--engine", "apptainer", cwd=out)
+    assert "few" in done.stdout + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ def record(site: Path, name: str) -> dict[str, tuple[str, str]]:
     return {path: (digest, size) for path, digest, size in lines}
 
 
-def strip_packages(site: Path) -> str:
+def strip_packages(site: Path, **environment: str) -> str:
     script = [sys.executable, str(SCRIPTS / "strip_packages.py"), str(site)]
-    return subprocess.run(script, check=True, capture_output=True, text=True).stdout
+    settings = {**os.environ, **environment}
+    return subprocess.run(script, check=True, capture_output=True, text=True, env=settings).stdout

@@ -35,3 +35,13 @@ def test_removes_files_training_never_reads_and_updates_record(tmp_path: Path) -
     }
     assert not (tmp_path / "a" / "tests").exists()
     assert len(strip_packages(tmp_path).splitlines()) == 1
+
+
+def test_large_libraries_stay_as_they_are_without_binutils(tmp_path: Path) -> None:
+    """The layer `python` has no compiler, and pyarrow has libraries of tens of megabytes."""
+    library = b"\x7fELF" + bytes(16 << 20)
+    package(tmp_path / "site", "pyarrow", {"pyarrow/libarrow.so.2600": library, "pyarrow/include/a.h": b"x"})
+    stdout = strip_packages(tmp_path / "site", PATH=str(tmp_path))
+    assert "1 large libraries: not stripped of symbols for debuggers: no binutils here" in stdout
+    assert (tmp_path / "site/pyarrow/libarrow.so.2600").read_bytes() == library
+    assert not (tmp_path / "site/pyarrow/include").exists()

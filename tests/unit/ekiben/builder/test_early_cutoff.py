@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -13,7 +13,7 @@ from ekiben.builder.build import BuildContext, build
 from ekiben.builder.early_cutoff import equal_layer
 from ekiben.builder.plan import Options
 from ekiben.core.errors import EngineError, LockMismatchError
-from ekiben.resolve.graph import ResolvedRecipe
+from ekiben.resolve.graph import Layer, ResolvedRecipe, parent_of
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Store
@@ -134,3 +134,29 @@ def test_a_pruned_blob_is_built_again(house: tuple[SampleRecipe, Store], monkeyp
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
     with pytest.raises(EngineError):  # it would be built, and cannot be here
         build(BuildContext(resolved(sample), store, Options(engine="docker"), quiet()))
+
+
+def test_layer_on_wheel_layers_is_not_built_on_an_equal_base(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+
+    def step(name: str, **inputs: Any) -> Layer:
+        kind: Literal["bootstrap", "post"] = "bootstrap" if name == "base" else "post"
+        step = Layer(name=name, kind=kind, stage=None, files=(), environment={}, epoch=1, inputs=inputs)
+        seed(store, step)
+        return step
+
+    def three_layers(version: str) -> list[Layer]:
+        base = step("base", kind="bootstrap", parent=None, version=version)
+        wheels = step("wheels", kind="wheels", post="install")
+        top = step("top", kind="post", post="true", parent=parent_of([base, wheels]))
+        assert top.inputs["parent"] == [base.cache_key, wheels.cache_key]
+        return [base, wheels, top]
+
+    *_, old = three_layers("1")
+    base, wheels, top = three_layers("2")
+    store.records.drop("keys", top.cache_key)
+    below = [layer for key in (base.cache_key, wheels.cache_key) if (layer := store.layer(key))]
+    reused = equal_layer(top, below, store)
+    assert reused
+    assert (reused.cache_key, reused.digest) == (top.cache_key, getattr(store.layer(old.cache_key), "digest", ""))
+    assert equal_layer(top, [replace(below[0], diff_id="sha256:" + 64 * "0"), below[1]], store) is None

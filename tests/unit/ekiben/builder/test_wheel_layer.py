@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.builder.plan import plan_layers
 from ekiben.builder.wheel_layer import trusted_caches
 from ekiben.resolve.resolve import resolve
 from ekiben.resolve.wheel_layers import ends_with_install, installed_lock, is_wheel_layer
@@ -19,6 +20,7 @@ from ekiben.spec.recipe import find_recipe
 from ekiben.store import Store
 from ekiben.store.gc import prune
 from support.image_scripts import load
+from support.sample_recipe import seed
 
 INSTALL = "/opt/venv/bin/python /opt/ekiben/install.py /opt/ekiben/locks/a.lock"
 
@@ -101,3 +103,13 @@ def test_prune_removes_compiled_files_that_no_build_used_for_a_month(tmp_path: P
     assert len(list(folder.iterdir())) == 2
     prune(store)
     assert [path.name for path in folder.iterdir()] == ["new"]
+
+
+def test_reason_for_a_stored_layer_whose_key_has_the_parent(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    new = resolve(find_recipe("lora-opencalm"), arch="amd64").layers[4]
+    assert (new.name, "parent" in new.inputs) == ("huggingface", False)
+    old = replace(new, inputs={**new.inputs, "parent": "0" * 64})
+    seed(store, old)
+    assert [action.reason for action in plan_layers([old], store)] == ["stored"]
+    assert [action.reason for action in plan_layers([new], store)] == ["the key no longer names the parent"]

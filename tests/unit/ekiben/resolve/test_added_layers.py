@@ -19,7 +19,7 @@ from support.programs import write_program
 from support.sample_recipe import RunCli
 from support.small_sifs import small_sif
 
-HUGGINGFACE = ["base", "python", "pytorch", "huggingface"]
+HUGGINGFACE = ["base", "python", "compiler", "pytorch", "huggingface"]
 
 
 def resolved(recipe: str | Path, *layers: str, stack: str | None = None, **arguments: str) -> ResolvedRecipe:
@@ -53,7 +53,7 @@ def names(image: ResolvedRecipe) -> list[str]:
             ["flash-attn-4", "apex", "deepspeed", "flash-attn"],
             [*HUGGINGFACE, "deepspeed", "flash-attn", "flash-attn-4", "apex"],
         ),
-        ("hello", ["pytorch"], ["base", "python", "pytorch"]),
+        ("hello", ["pytorch"], ["base", "python", "compiler", "pytorch"]),
     ],
 )
 def test_layers_are_put_on_the_recipe(recipe: str, layers: list[str], expected: list[str]) -> None:
@@ -141,7 +141,7 @@ def test_layer_compiled_for_another_one_is_refused(tmp_path: Path) -> None:
     recipe = {"name": "mine", "description": "x", "stack": "cu130", "layer": "mine-tools", "tasks": {}}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     (folder / "images/mine-tools.def").write_text("Bootstrap: localimage\nFrom: python.sif\n%post\n    true\n")
-    with pytest.raises(DefinitionError, match="'flash-attn' is compiled for pytorch, which 'mine' lacks"):
+    with pytest.raises(DefinitionError, match="'flash-attn' is compiled for compiler, pytorch, which 'mine' lacks"):
         resolved(folder, "flash-attn")
 
 

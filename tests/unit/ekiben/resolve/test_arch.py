@@ -117,4 +117,4 @@ def test_python_locks_of_the_shipped_stacks_are_for_both() -> None:
         for one, other in zip(amd64.layers[:-1], arm64.layers[:-1], strict=True):
             assert [file.sha256() for file in one.files] == [file.sha256() for file in other.files]
         packages = {layer.name: layer.inputs["packages"] for layer in arm64.layers if "packages" in layer.inputs}
-        assert "binutils-aarch64-linux-gnu" in packages["pytorch"]
+        assert "binutils-aarch64-linux-gnu" in packages["compiler"]
