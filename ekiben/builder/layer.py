@@ -152,8 +152,12 @@ class LayerBuilder:
         with self.store.staging() as staging:
             blob, tar = staging / "layer.squashfs", DigestWriter()
             notes: dict[str, Any] = {}
-            with self._entries(layer, lower, staging, notes, outputs) as entries, blob.open("w+b") as out:
-                write_entries(entries, tar, SquashfsWriter(out, epoch=layer.epoch))
+            with (
+                self._entries(layer, lower, staging, notes, outputs) as entries,
+                blob.open("w+b") as out,
+                self.store.reused_blocks(layer.name) as reuse,
+            ):
+                write_entries(entries, tar, SquashfsWriter(out, epoch=layer.epoch, reuse=reuse))
             known = {line for item in lower for line in item.drift}
             if drift := [line for line in self._drift(layer, blob) if line not in known]:
                 notes["drift"] = drift
@@ -163,6 +167,7 @@ class LayerBuilder:
                 digest = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
             size = blob.stat().st_size
             self.store.put_file(blob, digest)
+            self.store.keep_index(digest, reuse)
         return StoredLayer(
             name=layer.name,
             cache_key=layer.cache_key,

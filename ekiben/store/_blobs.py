@@ -116,8 +116,23 @@ class Blobs:
     def drop(self, digest: str) -> None:
         """Remove a blob with what was noted of it."""
         with self._staging.access.translated_errors():
-            for path in (self.path(digest), self._memo(digest), self.root / "checks" / f"facts-{digest[7:]}.json"):
+            requirements = self.root / "checks" / f"facts-{digest[7:]}.json"
+            for path in (self.path(digest), self._memo(digest), requirements, self._index(digest)):
                 path.remove(missing_ok=True)
+
+    def put_index(self, digest: str, index: bytes) -> None:
+        """Keep the index of the blocks of a squashfs blob, for its next version."""
+        with contextlib.suppress(StoreError):  # a full disk: the next version is compressed
+            self._staging.write(self._index(digest), index)
+
+    def index(self, digest: str, max_size: int) -> bytes:
+        """Return the index of the blocks of a blob; b"" where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._index(digest).read(max_size=max_size)
+        return b""
+
+    def _index(self, digest: str) -> InnerPath:
+        return self.root / "checks" / f"blocks-{digest[7:]}"
 
     def _memo(self, digest: str) -> InnerPath:
         return self.root / "checks" / digest[7:]

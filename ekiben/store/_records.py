@@ -228,6 +228,11 @@ class Records:
         if (self.read("last", name) or {}).get("cache_key") != cache_key:
             self.write("last", name, {"cache_key": cache_key})
 
+    def last_layer(self, name: str) -> StoredLayer | None:
+        """Return the record of a layer's last build, None without one."""
+        key = (self.read("last", name) or {}).get("cache_key")
+        return self.layer(key) if isinstance(key, str) else None
+
     def last_inputs(self, name: str) -> Mapping[str, Any] | None:
         """Return the inputs of a layer's last build, None without one."""
         key = (self.read("last", name) or {}).get("cache_key")

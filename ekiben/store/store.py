@@ -8,7 +8,7 @@
     results/<key>.json   the outputs of a build stage: files, each a blob (compiled wheels above all)
     compile_stats/       measurements of compiling a package, by name: memory, files, time (learnt/ in older stores is
                          still read); by key, the time of attempts that were cut
-    checks/              what was verified, by image and runtime
+    checks/              what was verified, by image and runtime; blocks-<hex>: which block is where in a layer
     logs/ staging/ locks/ CACHEDIR.TAG README version
 
 A store may have another one upstream, a cluster's say (ekiben/store/shared.py): what is not here is read there, and
@@ -38,6 +38,7 @@ from ekiben.store._staging import Access, StagingArea, UserAccess
 
 if TYPE_CHECKING:
     from ekiben.formats.squashfs.reader import SquashfsReader
+    from ekiben.formats.squashfs.reuse import BlockReuse
 
 VERSION = "2"  # stores of version 1 hold zstd
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Written by Ekiben; backups may leave this folder out.\n"
@@ -176,6 +177,27 @@ class Store:
                 return local.path
         self._copy_here(self.partition(layer))
         return local.path
+
+    @contextlib.contextmanager
+    def reused_blocks(self, layer_name: str) -> Iterator[BlockReuse]:
+        """Yield the compressed blocks that the layer had when it was last built in this store; see keep_index()."""
+        from ekiben.formats.squashfs.reuse import MAX_INDEX, BlockReuse
+
+        last = self.records.last_layer(layer_name)
+        located = self.blobs.find(last.digest) if last else None
+        index = self.blobs.index(last.digest, MAX_INDEX) if last and located else b""
+        try:
+            is_private = located is not None and isinstance(located.path, Path)
+            blob = open_regular(located.path, 0) if located and is_private and index else None
+        except OSError:
+            blob = None
+        with blob or contextlib.nullcontext():
+            yield BlockReuse(blob, index)
+
+    def keep_index(self, digest: str, reuse: BlockReuse) -> None:
+        """Keep the index of the blocks of a blob that was written with ``reuse``."""
+        if index := reuse.index():
+            self.blobs.put_index(digest, index)
 
     def has_blob(self, digest: str, size: int) -> bool:
         """Return whether a blob of this size is stored. Its bytes are checked when they are used."""

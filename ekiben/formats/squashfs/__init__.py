@@ -4,6 +4,7 @@ The OCI tar of a layer is not kept: it is made again from here, bit for bit.
 
     reader   SquashfsReader, SquashfsFile, compression; merged_layer, merged_entries of stacked layers
     writer   SquashfsWriter
+    reuse    BlockReuse: compressed blocks of a former version
 
 The names are loaded on first use: their modules bring compressors.
 """

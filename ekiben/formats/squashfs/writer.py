@@ -22,6 +22,8 @@ from ekiben.formats.squashfs.format import Block, usable_cores
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from ekiben.formats.squashfs.reuse import BlockReuse
+
 EARLY = 32 << 20  # bytes after which what is written begins to go to the disk
 _SAMPLE = 4096  # bytes of a block that are tried first: is it worth compressing?
 
@@ -56,14 +58,16 @@ def _is_dense(block: Block) -> bool:
 class _BlockWriter:
     """Compresses blocks on threads and writes them in order; memory is bounded by jobs in flight."""
 
-    def __init__(self, out: BinaryIO, block_size: int, threads: int, level: int) -> None:
+    def __init__(
+        self, out: BinaryIO, block_size: int, threads: int, level: int, reuse: BlockReuse | None = None
+    ) -> None:
         from concurrent.futures import ThreadPoolExecutor  # imported here: it brings logging with it
 
-        self._out = out
+        self._out, self._reuse = out, reuse
         self._block_size, self._level = block_size, level
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="squashfs")
         self._in_flight = 2 * threads + 1
-        self._jobs: deque[tuple[list[_Inode | None], Future[list[tuple[int, Block]]]]] = deque()
+        self._jobs: deque[tuple[list[_Inode | None], Future[list[tuple[int, Block, bytes]]]]] = deque()
         self._owners: list[_Inode | None] = []
         self._batch: list[Block] = []
         self._batch_bytes = 0
@@ -85,17 +89,25 @@ class _BlockWriter:
         while self._jobs and (len(self._jobs) > self._in_flight or self._jobs[0][1].done()):
             self._land()
 
-    def _compress_all(self, blocks: list[Block]) -> list[tuple[int, Block]]:
-        packed: list[tuple[int, Block]] = []
+    def _compress_all(self, blocks: list[Block]) -> list[tuple[int, Block, bytes]]:
+        """Return the size word of each block, its stored bytes, and its key where it can be reused."""
+        packed: list[tuple[int, Block, bytes]] = []
         for block in blocks:
-            data = block if not block or _is_dense(block) else _compress(block, self._level)
-            is_smaller = not block or len(data) < len(block)
-            packed.append((len(data), data) if is_smaller else (len(block) | sq.STORED_BLOCK, block))
+            key, data = b"", block
+            if block and not _is_dense(block):
+                key, known = self._reuse.find(block) if self._reuse else (b"", None)
+                data = known or _compress(block, self._level)
+            if not block or len(data) < len(block):
+                packed.append((len(data), data, key))
+            else:
+                packed.append((len(block) | sq.STORED_BLOCK, block, b""))
         return packed
 
     def _land(self) -> None:
         owners, job = self._jobs.popleft()
-        for owner, (word, data) in zip(owners, job.result(), strict=True):
+        for owner, (word, data, key) in zip(owners, job.result(), strict=True):
+            if key and self._reuse:
+                self._reuse.note(key, self.position, word)
             if owner is None:
                 self.fragments.append((self.position, word))
             else:
@@ -192,7 +204,8 @@ class SquashfsWriter:
     """A LayerWriter that writes squashfs to ``out``, an empty file open for writing and reading (``w+b``).
 
     Entries come in canonical order. ``level`` 0 stores everything as it is, so that the bytes are the same whatever
-    library compresses. Methods raise StoreError for what squashfs cannot hold, ValueError for a wrong order or size.
+    library compresses. ``reuse``: blocks of a former version, whose bytes are taken; the bytes written are the same.
+    Methods raise StoreError for what squashfs cannot hold, ValueError for a wrong order or size.
     """
 
     def __init__(
@@ -203,17 +216,20 @@ class SquashfsWriter:
         threads: int | None = None,
         epoch: int = 0,
         level: int = sq.LEVEL,
+        reuse: BlockReuse | None = None,
     ) -> None:
         if not (out.readable() and out.seekable()):
             raise ValueError("a squashfs is written to a file open for reading too (w+b)")
         if block_size not in sq.BLOCK_SIZES:
             raise ValueError(f"squashfs block size {block_size}: must be a power of two from 4096 to 1048576")
+        if reuse and (block_size, level) != (sq.BLOCK_SIZE, sq.LEVEL):
+            raise ValueError("blocks are reused at the usual block size and level alone")
         self._out = out
         self._block_size = block_size
         self._epoch, self._level = epoch, level
         options = struct.pack("<IHH", sq.LEVEL, 15, 0)  # level, bits of the window, its default strategy
         out.write(bytes(sq.SUPERBLOCK.size) + sq.HALF.pack(len(options) | sq.STORED_METADATA) + options)
-        self._blocks = _BlockWriter(out, block_size, threads or usable_cores(), level)
+        self._blocks = _BlockWriter(out, block_size, threads or usable_cores(), level, reuse)
         self._ids: dict[int, int] = {}
         self._xattrs: dict[Xattrs, int] = {}
         self._inodes: list[_Inode] = []
