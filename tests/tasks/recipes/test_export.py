@@ -24,6 +24,7 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import peft
 import sentencepiece
+import tokenizers
 import torch
 import transformers
 
@@ -37,6 +38,10 @@ pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of
 SAMPLE = RECIPE / "data" / "sample.txt"
 TEXTS = SAMPLE.read_text(encoding="utf-8").splitlines()
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
+QWEN_PATTERN = (  # of Qwen2Tokenizer in transformers
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {"gpt_neox": "gpt-2", "qwen3": "qwen2", "llama": ""}
 WIDTH = 256  # ggml's types of 4 bits have blocks of 256 weights
 
 
@@ -58,12 +63,21 @@ def write_neox(folder: Path) -> None:
 
 
 def write_qwen3(folder: Path) -> None:
-    """Norms of queries and keys, tied embeddings, and a chat template."""
-    tokenizer = tiny.learn_tokenizer(TEXTS, 800)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    """Norms of queries and keys, tied embeddings, Qwen's own way to split words, and a chat template."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_PATTERN), "isolated")
+    bytes_ = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, bytes_(False, use_regex=False)])
+    tokenizer.normalizer, tokenizer.decoder = tokenizers.normalizers.NFC(), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=800, special_tokens=[tiny.END], show_progress=False, initial_alphabet=bytes_.alphabet()
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tiny.END)
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
     heads = {"num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
-    save_model(folder, "qwen3", len(tokenizer), bos_token_id=0, eos_token_id=0, **heads)
+    save_model(folder, "qwen3", len(fast), bos_token_id=0, eos_token_id=0, **heads)
 
 
 def write_llama(folder: Path) -> None:
@@ -102,9 +116,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(model: Path, output: Path, *, overwrite: bool = False, **changes: Any) -> dict[str, Any]:
     """Write the files, and return their record."""
-    settings = GgufSettings(model=str(model), output=str(output))
-    if model.name != "llama":
-        settings = replace(settings, pre_tokenizer="gpt-2")
+    settings = GgufSettings(model=str(model), output=str(output), pre_tokenizer=PRE_TOKENIZERS[model.name])
     request = gguf_write.Request(replace(settings, **changes), SAMPLE, overwrite=overwrite)
     assert gguf_write.run(request) == 0
     return dict(json.loads((output / "run.json").read_text(encoding="utf-8")))
@@ -167,6 +179,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None] | None, dict[str, Any], str
         {"pre_tokenizer": ""},
         "does not know its pre-tokenizer; --set pre_tok.*gpt-2",
     ),
+    "unknown Qwen": ("qwen3", None, {"pre_tokenizer": ""}, "--set pre_tokenizer=qwen2 gives the tokens"),
     "unknown name": ("gpt_neox", None, {"pre_tokenizer": "nonsense"}, "llama.cpp has no 'nonsense'"),
     "other tokens": (
         "gpt_neox",
