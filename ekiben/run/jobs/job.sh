@@ -212,7 +212,7 @@ has_saved() {
         found=$(find "$(dirname -- "$folder")" -maxdepth 1 -name ".${folder##*/}.part-*" -newer "$run/$name.started" -print -quit 2>/dev/null)
         [ -z "$found" ] || return 0
         [ -e "$folder" ] || continue
-        found=$(timeout 60 find -L "$folder" \( -name '.?*' ! -name '.*.part-*' -o -name ekiben-runs -o -path "$run" \) -prune \
+        found=$(timeout 60 find -L "$folder" \( -name '.?*' ! -name '.*.part-*' -o -name ekiben-runs -o -name ekiben-trackers -o -path "$run" \) -prune \
             -o -type f -newer "$run/$name.started" \
             ! -name run.json ! -name loss.png ! -name 'metrics.*' ! -name '*.log' ! -name 'events.out.*' ! -name '*.svg' -print -quit 2>/dev/null)
         if [ $? = 124 ] || [ -n "$found" ]; then return 0; fi

@@ -6,6 +6,7 @@ __all__ = [
     "checksums",
     "command",
     "errors",
+    "event_file",
     "fetch",
     "fetched",
     "files",
@@ -17,4 +18,5 @@ __all__ = [
     "public_values",
     "run_metadata",
     "settings",
+    "trackers",
 ]

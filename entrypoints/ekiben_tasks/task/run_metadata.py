@@ -19,6 +19,8 @@ from ekiben_tasks.task import hub, input_files
 from ekiben_tasks.task.checksums import ModelChecksum
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import replace_text
+from ekiben_tasks.task.public_values import flatten_settings
+from ekiben_tasks.task.trackers import TrackedRun, Trackers, list_trackers
 
 
 def run_record(settings: Any, exit_code: int | None, started: float) -> dict[str, Any]:
@@ -122,6 +124,8 @@ class Metrics:
             TaskError: the file cannot be read, or a line other than the last one is damaged.
         """
         self.file = file
+        self.trackers: Trackers | None = None
+        self.resume_step = resume_step
         self.lines = [line for line in _read_lines(file) if line["step"] <= resume_step] if resume_step else []
         replace_text(file, "".join(json.dumps(line) + "\n" for line in self.lines))
 
@@ -130,6 +134,19 @@ class Metrics:
         self.lines += lines
         with self.file.open("a", encoding="utf-8") as out:
             out.write("".join(json.dumps(line) + "\n" for line in lines))
+        if self.trackers:
+            self.trackers.log(lines)
+
+    def track(self, setting: str | Sequence[str], settings: Any) -> None:
+        """Pass these and later lines on to trackers. setting: ``tracker``. settings: the task's dataclass."""
+        config = dict(flatten_settings(dataclasses.asdict(settings)))
+        run = TrackedRun(self.file.parent, config, self.resume_step)
+        self.trackers = Trackers(list_trackers(setting), run, self.lines)
+
+    def close(self, *, finished: bool) -> None:
+        """Close the trackers. finished: the run is at its end; else it will continue."""
+        if self.trackers:
+            self.trackers.close(finished=finished)
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """Return the (step, value) pairs of one metric."""

@@ -183,6 +183,7 @@ class Progress(RunState):
         self.first_step = self.step
         if self.world.is_main_process:
             self.metrics = Metrics(self.output / "metrics.jsonl", self.step)
+            self.metrics.track(self.plan.settings.tracker, self.plan.settings)
         self.started = time.monotonic()
         self.meter.lap()
 

@@ -270,6 +270,7 @@ def _record(
     metrics = training.progress.metrics
     if metrics is None:  # only the main process writes the record
         return
+    metrics.close(finished=outcome.exit_code is None)
     result = run_summary.result(summary, training, outcome)
     write_json(job.output / "run.json", result)
     series = {"train": metrics.series("loss"), "eval": metrics.series("eval_loss")}

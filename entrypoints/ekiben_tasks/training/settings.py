@@ -16,7 +16,7 @@ from ekiben_tasks.distributed import strategy
 from ekiben_tasks.distributed.options import DeepSpeed, OptimizerName
 from ekiben_tasks.models.attention_kernel import AttentionKernel, missing_package
 from ekiben_tasks.models.lora import Lora, check_lora
-from ekiben_tasks.task import errors
+from ekiben_tasks.task import errors, trackers
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import DryRun
 from ekiben_tasks.task.errors import TaskError
@@ -40,6 +40,7 @@ _FREE = {
     "epochs",  # a run can be lengthened
     "max_steps",
     "log_seconds",
+    "tracker",
     "hang_minutes",
     "model_checksum",
     "data",
@@ -126,6 +127,7 @@ class Settings:
     save_steps: int = option(0, "steps between further checkpoints; 0: none")
     save_total_limit: int = option(2, "number of newest checkpoints to keep")
     log_seconds: float = option(5, "seconds between lines of progress")
+    tracker: str | tuple[str, ...] = option("none", trackers.HELP)
     hang_minutes: float = option(
         10,
         "minutes that one of several processes may go without progress before all end; loading, compiling and "
@@ -211,7 +213,12 @@ def check(settings: Settings) -> None:
         ),
     ]
     problems = [f"setting {name}: must be {rule}, not {values[name]}" for name, rule, is_right in tests if not is_right]
-    problems += [*check_lora(settings.lora), *_optimizer_problems(settings), *_strategy_problems(settings)]
+    problems += [
+        *trackers.tracker_problems(settings.tracker),
+        *check_lora(settings.lora),
+        *_optimizer_problems(settings),
+        *_strategy_problems(settings),
+    ]
     if (settings.early_stopping_patience or settings.load_best_model_at_end) and not settings.eval_every:
         problems.append("setting eval_every=0: early_stopping_patience and load_best_model_at_end need evaluations")
     problems += _classifier_problems(settings)

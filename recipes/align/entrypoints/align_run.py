@@ -57,6 +57,7 @@ _FREE = {
     "model_checksum",
     "save_steps",
     "save_total_limit",
+    "tracker",
 }
 _AGAIN = "start again with --overwrite"
 
@@ -118,6 +119,8 @@ def run(request: Request) -> int:
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # as TRL's other trainers do, for ORPO's
         _check_template(settings, tokenizer, examples)
         callback = RunCallback(request.output, world, stop, heartbeat, _step_of(last))
+        if callback.metrics:
+            callback.metrics.track(settings.tracker, settings)
         trainer = make_trainer(settings, path, device, checkpoints, (tokenizer, examples, rewards))
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.add_callback(callback)
@@ -129,6 +132,8 @@ def run(request: Request) -> int:
             if stop.exit_code is None:
                 save(settings, trainer, tokenizer, request.output)
             _record(request, examples, trainer, device, Outcome(stop.exit_code, began, checksum, peak["bytes"]))
+            if callback.metrics:
+                callback.metrics.close(finished=stop.exit_code is None)
         world.barrier()
         trainer.accelerator.free_memory()
         world.destroy()

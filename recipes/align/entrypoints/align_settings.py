@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ekiben_tasks.models.lora import Lora, check_lora
+from ekiben_tasks.task import trackers
 from ekiben_tasks.task.errors import SettingError
 from ekiben_tasks.task.settings import option
 
@@ -39,6 +40,7 @@ class Settings:
     save_steps: int = option(100, "steps between checkpoints")
     save_total_limit: int = option(2, "number of newest checkpoints to keep")
     log_steps: int = option(1, "steps between lines of metrics.jsonl")
+    tracker: str | tuple[str, ...] = option("none", trackers.HELP)
     seed: int = option(42, "seed of the order of the examples and of new weights")
     model_checksum: bool = option(True, "record the SHA-256 of a local model's files")
     hang_minutes: float = option(30, "longest time of a step in minutes, after which the run ends; 0: an hour")
@@ -204,6 +206,6 @@ def check(settings: Settings, processes: int) -> None:
         )
     if settings.bits != 16 and settings.method == "full":
         problems.append(f"setting bits={settings.bits}: not together with method=full; use method=lora")
-    problems += [*check_lora(settings.lora), *settings.problems()]
+    problems += [*check_lora(settings.lora), *trackers.tracker_problems(settings.tracker), *settings.problems()]
     if problems:
         raise SettingError("\n".join(problems))

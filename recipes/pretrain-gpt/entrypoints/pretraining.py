@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import model_configs
 import prepare_data
-from ekiben_tasks.task import files, output_lock
+from ekiben_tasks.task import files, output_lock, trackers
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import DryRun
 from ekiben_tasks.task.errors import DoesNotFitError, SettingError, TaskError, nearest
@@ -41,6 +41,7 @@ _FREE = {
     "eval_every",
     "save_every",
     "log_seconds",
+    "tracker",
     "hang_minutes",
     "device",
     "data",
@@ -84,6 +85,7 @@ class Settings:
     eval_batches: int = option(10, "batches of an evaluation")
     save_every: int = option(1000, "steps between checkpoints; there is one at the end and on SIGTERM")
     log_seconds: float = option(5, "seconds between lines of progress")
+    tracker: str | tuple[str, ...] = option("none", trackers.HELP)
     hang_minutes: float = option(
         10,
         "minutes that one of several processes may go without progress before all end; loading, compiling and "
@@ -178,6 +180,7 @@ def _record(run: _Run, training: steps.Run, result: dict[str, Any]) -> None:
     from ekiben_tasks.task import plot
 
     output = run.output
+    training.metrics.close(finished=result["status"] == "finished")
     shutil.copyfile(Path(run.plan.settings.data) / pieces.MODEL, output / pieces.MODEL)
     files.write_json(output / "run.json", result)
     series = {"train": training.metrics.series("loss"), "eval": training.metrics.series("eval_loss")}
@@ -292,6 +295,7 @@ def _check(settings: Settings) -> None:
         ]
         if isinstance(value, int) and value < 1
     ]
+    problems += trackers.tracker_problems(settings.tracker)
     if settings.size not in model_configs.LADDER:
         raise SettingError(f"setting size: no size '{settings.size}'.{nearest(settings.size, model_configs.LADDER)}")
     shares = settings.split.split(",")

@@ -181,6 +181,7 @@ class Run(RunState):
         self.first_step = self.step
         if self.world.is_main_process:
             self.metrics = run_metadata.Metrics(self.output / "metrics.jsonl", self.step)
+            self.metrics.track(self.settings.tracker, self.settings)
         self.stop.saves = True
         self.started = reported = time.monotonic()
         if self.evaluation_due:

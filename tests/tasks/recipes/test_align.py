@@ -163,7 +163,7 @@ def _cpu() -> Any:
 
 
 def test_killed_run_continues(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_of("dpo", model, max_steps=5, save_steps=2)
+    settings = settings_of("dpo", model, max_steps=5, save_steps=2, tracker=("tensorboard",))
     assert align(settings, tmp_path / "complete") == 0
 
     def at_step(number: int, act: Callable[[], None]) -> None:
@@ -193,6 +193,8 @@ def test_killed_run_continues(model: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     assert align(settings, output) == 0
     assert losses(output) == pytest.approx(losses(tmp_path / "complete"), rel=1e-5)
+    events = b"".join(file.read_bytes() for file in (tmp_path / "complete").glob("events.out.tfevents.*"))
+    assert events.count(b"rewards/margins") == 5
     folders = (str(path / "adapter") for path in (output, tmp_path / "complete"))
     first, second = (peft.utils.load_peft_weights(folder, device="cpu") for folder in folders)
     assert first.keys() == second.keys()

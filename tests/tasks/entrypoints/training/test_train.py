@@ -50,7 +50,7 @@ from ekiben_tasks.task import (
 )
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import DryRun
-from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.training import (
     smoke,
     train,
@@ -471,3 +471,15 @@ def test_largest_batch_is_between_the_mean_and_the_longest() -> None:
     assert expected < 1.1 * max(batches)
     assert data.batch_tokens(1) == max(lengths)
     assert data.batch_tokens(10_000) == sum(lengths)
+
+
+def test_metrics_go_to_the_tracker_of_the_settings(base: Path, tmp_path: Path) -> None:
+    settings = small(base, max_steps=2, tracker=("tensorboard", "none"))
+    assert fit(settings, tmp_path) == 0
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    content = events.read_bytes()
+    assert content.count(b"grad_norm") == 2
+    assert content.count(b"eval_loss") == 1
+    assert not any(word in content for word in (b"open-calm", str(base).encode()))
+    with pytest.raises(SettingError, match="setting tracker: must be of none, tensorboard"):
+        fit(small(base, tracker="nonsense"), tmp_path / "other")

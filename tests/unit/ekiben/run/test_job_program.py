@@ -381,6 +381,7 @@ def requeueing(node: Node, writes: str = ":") -> None:
         ":",
         "echo 1 >>result/metrics.jsonl; date >result/run.json; date >result/loss.png",
         "mkdir -p .cache; date >.cache/x",
+        "mkdir -p result/ekiben-trackers; date >result/ekiben-trackers/x; date >result/events.out.tfevents.1",
     ],
 )
 @pytest.mark.parametrize("output", [(), ("--output", "result"), ("--set", "output=result"), ("--output=result",)])
