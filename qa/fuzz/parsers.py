@@ -1252,7 +1252,7 @@ _READERS = {
     "matches patterns in a text of limited size": (
         """
         project/add.py:_not_asked,_read_lists,change_debian project/from_definition.py:create_from_definition
-        cli/commands/submit.py:_preflight packages/lock.py:_read,_resolve project/lock.py:_read
+        cli/commands/submit.py:_scripts_of packages/lock.py:_read,_resolve project/lock.py:_read
         resolve/capabilities.py:check_torch spec/recipe.py:_imports_library spec/stack.py:unlocked
     """
     ),

@@ -233,10 +233,10 @@ def check_head(module: LossModule) -> None:
     was_training = causal.training
     causal.eval()
     with torch.no_grad():
-        hidden = module.body(**arguments)[0][0]
         if module.classifies:
-            model_logits, head_logits = _classify(causal, ids), head(hidden[-1]).float()
+            model_logits, head_logits = _classify(causal, head, ids)
         else:
+            hidden = module.body(**arguments)[0][0]
             model_logits = causal(**arguments).logits[0].float()
             head_logits = (module.tails[0](hidden) if module.tails else hidden @ head.weight.T).float()
     causal.train(was_training)
@@ -244,15 +244,17 @@ def check_head(module: LossModule) -> None:
         raise TaskError(f"{type(causal).__name__}: its logits are not those of its head alone; not supported here")
 
 
-def _classify(causal: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return a classifier's logits of one row, ``[labels]``, by transformers' own forward.
+def _classify(causal: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a classifier's logits of one row, ``[labels]``, by transformers' own forward, and those of its head.
 
-    Some pass no lengths of rows on to the attention of packed ones, so it computes with another one here.
+    Some pass no lengths of rows on to the attention of packed ones: both are computed with another one here, since two
+    kinds of attention differ by more than the rounding of one in bf16.
     """
     before = causal.config._attn_implementation
     causal.set_attn_implementation("eager")
     try:
         logits: torch.Tensor = causal(input_ids=ids, use_cache=False).logits[0].float()
+        hidden = causal.base_model(input_ids=ids, use_cache=False)[0]
+        return logits, head(hidden)[0, -1].float()
     finally:
         causal.set_attn_implementation(before)
-    return logits

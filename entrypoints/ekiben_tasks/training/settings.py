@@ -144,8 +144,8 @@ class Settings:
     attention: AttentionKernel = option(  # noqa: RUF009  it makes a field
         "auto",
         "attention kernel; auto: the fastest here, for examples of 4,096 tokens and more flash_attn_4 where the image"
-        " and a Hopper GPU have it; sdpa: torch's choice; flash, cudnn, efficient, math: that one of torch's alone; varlen:"
-        " torch's for mixed lengths; flash_attn_2 and flash_attn_4: of the layers flash-attn and flash-attn-4",
+        " and a Hopper GPU have it; sdpa: torch's choice; flash, cudnn, efficient, math: that one of torch's alone;"
+        " varlen: torch's for mixed lengths; flash_attn_2 and flash_attn_4: of the layers flash-attn and flash-attn-4",
     )
     parallel: str = option(
         "auto",

@@ -155,9 +155,12 @@ def make_trainer(
     tokenizer, examples, functions = inputs
     configuration, kind = TRAINERS[settings.NAME]
     model = align_models.load_model(settings, path, device)
+    options = configuration(**trainer_options(settings, device, checkpoints))
+    if options.n_gpu > 1:
+        options._n_gpu = 1  # one process, one GPU: Trainer would wrap the model in nn.DataParallel, which TRL refuses
     arguments: dict[str, Any] = {
         "model": model,
-        "args": configuration(**trainer_options(settings, device, checkpoints)),
+        "args": options,
         "train_dataset": datasets.Dataset.from_list(examples.items),
         "processing_class": tokenizer,
     }
