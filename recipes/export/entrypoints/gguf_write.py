@@ -31,7 +31,7 @@ from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.hub import format_hub_error, is_hub_model, split_revision
 from ekiben_tasks.task.output_lock import claim_output
 from gguf_load import load_file
-from gguf_settings import FULL, SAMPLE, GgufSettings
+from gguf_settings import FULL, SAMPLE, TYPES, GgufSettings
 
 # llama.cpp's converter: convert_hf_to_gguf.py is a command line for the package that lies beside it.
 sys.path.append(os.environ.get("LLAMA_CPP", "/opt/llama.cpp"))
@@ -80,7 +80,7 @@ def run(request: Request) -> int:
         print_once("dry run     no weights were loaded, nothing was written")
         return 0
     with claim_output(output):
-        _begin([output / RECORD, *targets], overwrite=request.overwrite)
+        _begin(output, overwrite=request.overwrite)
         sums = {
             key: run_metadata.start_checksum(name, output / RECORD, key)
             for key, name in names.items()
@@ -99,6 +99,8 @@ def run(request: Request) -> int:
             record["versions"] |= {"llama-cpp-python": llama_cpp.__version__}
             record |= {key: run_metadata.model_record(names[key], each, wait=True) for key, each in sums.items()}
             record |= {"files": {path.name: _describe(staged / path.name) for path in targets}, "scores": scores}
+            for earlier in _list_files(output):
+                earlier.unlink()  # the record is of all files in the folder
             for target in targets:
                 (staged / target.name).replace(target)
             files.write_json(output / RECORD, record)
@@ -260,13 +262,20 @@ def compare(folder: Path, written: dict[str, Path], ids: Sequence[int]) -> dict[
     return scores
 
 
-def _begin(targets: Sequence[Path], *, overwrite: bool) -> None:
-    """Remove what an interrupted run left, and with ``overwrite`` the record. Raises TaskError where files exist."""
-    for left in targets[0].parent.glob(f"{_STAGED}*"):
+def _begin(output: Path, *, overwrite: bool) -> None:
+    """Remove what an interrupted run left. Raises TaskError where a run has written, without ``overwrite``."""
+    for left in output.glob(f"{_STAGED}*"):
         shutil.rmtree(left, ignore_errors=True)
-    if existing := [str(path) for path in targets if path.exists() and not overwrite]:
-        raise TaskError(f"{', '.join(existing)}: exists; give another --output, or replace it with --overwrite")
-    targets[0].unlink(missing_ok=True)
+    if existing := [file.name for file in _list_files(output) if not overwrite]:
+        raise TaskError(
+            f"{output}: has {', '.join(existing)}; give another --output, or replace what an earlier run wrote with"
+            " --overwrite"
+        )
+
+
+def _list_files(output: Path) -> list[Path]:
+    names = (RECORD, *(f"{name}.gguf" for name in TYPES))
+    return [output / name for name in names if (output / name).exists()]
 
 
 def _describe(path: Path) -> dict[str, Any]:

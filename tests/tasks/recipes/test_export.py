@@ -141,9 +141,10 @@ def test_files_are_as_likely_as_with_transformers(kind: str, models: Path, tmp_p
     assert first and len(chat.history) == (2 if kind == "qwen3" else 0)
     with pytest.raises(TaskError, match="does not fit the 1,024 tokens"):
         list(chat.answer("昔々" * 2000))
-    with pytest.raises(TaskError, match=r"run.json, .*F16.gguf: exists"):
+    with pytest.raises(TaskError, match=r"has run.json, F16.gguf, Q8_0.gguf, Q4_K_M.gguf; give another --output"):
         export(models / kind, tmp_path / "gguf", types=("F16",))
     assert export(models / kind, tmp_path / "gguf", types=("Q8_0",), overwrite=True)["files"].keys() == {"Q8_0.gguf"}
+    assert [path.name for path in (tmp_path / "gguf").glob("*.gguf")] == ["Q8_0.gguf"]
 
 
 def test_an_adapter_is_merged_first(models: Path, tmp_path: Path) -> None:
