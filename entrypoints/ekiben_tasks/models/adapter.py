@@ -138,13 +138,22 @@ def load_adapter(
     """
     file = find_config(folder)
     name = base or read_base(file)
+    check_generates(folder)
+    return attach_adapter(load_base(name, device, bits=bits, device_map=device_map), folder, name), name
+
+
+def check_generates(folder: Path) -> None:
+    """Check the files of an adapter, and that it is one that writes text.
+
+    Raises:
+        TaskError: a file is a pipe, a device or too large, or it is a classifier.
+    """
     input_files.check_model_folder(folder)
     if (folder / LABELS).is_file():
         raise TaskError(
             f"adapter {folder}: is of a classifier, which has labels and writes no text; load it with peft's"
             f" AutoPeftModelForSequenceClassification, whose id2label is in {LABELS}"
         )
-    return attach_adapter(load_base(name, device, bits=bits, device_map=device_map), folder, name), name
 
 
 def attach_adapter(model: Any, folder: Path, base: str) -> Any:

@@ -20,9 +20,9 @@ from transformers.generation.continuous_batching.utils import get_device_and_mem
 
 from ekiben_tasks.data.tokenize import describe_unknown, end_tokens
 from ekiben_tasks.models import load
-from ekiben_tasks.models.adapter import attach_adapter
+from ekiben_tasks.models.adapter import attach_adapter, check_generates
 from ekiben_tasks.models.device import GIB, Device, choose_device
-from ekiben_tasks.task import files, input_files, run_metadata
+from ekiben_tasks.task import files, run_metadata
 from ekiben_tasks.task.checksums import ModelChecksum
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import TaskError
@@ -231,13 +231,14 @@ class Engine:
         self.settings, self.file, self.began = settings, record, time.time()
         self.device: Device = choose_device(settings.device)
         (name, path), *adapters = models.items()
+        for _, folder in adapters:
+            check_generates(Path(folder))
         print_once(f"loading     {', '.join(models)} on {self.device.name}")
         load.silence_warnings()
         transformers.utils.logging.set_verbosity_error()
         base = load.load_base(path, self.device).eval()
         self.models = {name: Served(name, base, load.load_tokenizer(path), settings)}
         for adapter, folder in adapters:
-            input_files.check_model_folder(Path(folder))
             shared = {id(each): each for each in (*base.parameters(), *base.buffers())}
             adapted = attach_adapter(copy.deepcopy(base, shared), Path(folder), path)
             if adapted.active_peft_config.is_prompt_learning:

@@ -101,10 +101,11 @@ def answer_file(settings: BatchSettings, models: dict[str, str], lines: Sequence
         engine = Engine(settings, models, record_file(output))
         try:
             print(f"answers     {len(lines):,}, of which {len(writer.done):,} were there", flush=True)
-            resumed = len(writer.done)
+            resumed, started = len(writer.done), time.monotonic()
             asyncio.run(_answer_all(engine, [line for line in lines if line.index not in writer.done], writer, stop))
             failed = sum(line["response"]["status_code"] != 200 for line in writer.done.values())
-            counts = {"resumed": resumed, "failed": failed}
+            rate = round(engine.tokens / (time.monotonic() - started), 1)
+            counts = {"resumed": resumed, "failed": failed, "tokens_per_s": rate}
             if stop.exit_code is not None:
                 engine.write(stop.exit_code, **counts)
                 print("stopped     the same command continues from here", flush=True)
@@ -138,9 +139,12 @@ async def _answer_all(engine: Engine, lines: Sequence[Line], writer: Any, stop: 
             if stop.exit_code is not None:
                 return
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(engine.settings.max_requests):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(engine.settings.max_requests):
+                group.create_task(work())
+    except ExceptionGroup as errors:  # of several requests, perhaps; the first ended the others
+        raise errors.exceptions[0] from None
     if ready:
         flush()
 

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,10 +28,11 @@ import torch
 
 import serve_lines
 import serve_smoke_test
-from ekiben_tasks.models.adapter import load_ready
+from ekiben_tasks.models.adapter import LABELS, load_ready
 from ekiben_tasks.models.device import choose_device
 from ekiben_tasks.task.errors import TaskError
-from serve_settings import BatchSettings
+from serve_engine import Engine
+from serve_settings import BatchSettings, EngineSettings
 
 PROMPTS = [f"日本で{number}番目に高い山は quick {number * 7}" for number in range(32)]
 
@@ -268,6 +270,14 @@ def test_refused_before_torch_is_imported(models: Path, server: Running, tmp_pat
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_classifier_is_refused_before_weights_are_loaded(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "adapter", tmp_path / "labels")
+    (tmp_path / "labels" / LABELS).write_text("{}")
+    settings = replace(EngineSettings(), device="cpu")
+    with pytest.raises(TaskError, match="is of a classifier"):
+        Engine(settings, {"base": str(tmp_path / "nope"), "mine": str(tmp_path / "labels")}, tmp_path / "run.json")
+
+
 def requests(file: Path, count: int, **more: Any) -> Path:
     lines = [
         {
@@ -329,6 +339,20 @@ def test_wrong_requests_of_a_batch_are_named(line: str, message: str, tmp_path: 
     with pytest.raises(TaskError, match="1 invalid example") as caught:
         serve_lines.read_requests(file, ["base"])
     assert message in str(caught.value)
+
+
+def test_a_batch_that_cannot_write_reports_it(models: Path, tmp_path: Path) -> None:
+    file = requests(tmp_path / "in.jsonl", 40)
+    limited = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", sys.executable]  # no file above 1024 bytes
+    limited += [str(RECIPE / "entrypoints" / "serve_batch.py"), "--model", str(models / "base"), "--input", str(file)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [*limited, "--set", "device=cpu"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: answers.jsonl: cannot be written: File too large"), (
+        done.stderr
+    )
 
 
 def test_a_request_that_does_not_fit_has_an_error_line(models: Path, tmp_path: Path) -> None:
