@@ -55,6 +55,7 @@ SCRIPTS = {
     "bench": ("train", "bench.py"),
     "align": ("dpo", "dpo.py"),
     "evaluate": ("evaluate", "harness.py"),
+    "serve": ("batch", "serve_batch.py"),
 }
 TAIL = 30  # lines of output that are kept
 TIMED_OUT = 124  # as timeout(1) has it

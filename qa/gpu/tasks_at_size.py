@@ -1,7 +1,7 @@
 """Tasks at a real size, as their user runs them: what each took, and whether the results agree.
 
     python3 qa/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [sharded] [dialogues] [bench] [pretrain]
-        [offload] [align] [evaluate] [attention] [attention/calm-3b/cudnn …]
+        [offload] [align] [evaluate] [serve] [attention] [attention/calm-3b/cudnn …]
 
 The weights are random, the sizes real. With --sif the tasks are those of an image; else this Python runs the
     checkout's.
@@ -22,6 +22,7 @@ offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all
 align      Llama-3.2-1B: orpo, and stopped and resumed; dpo of an adapter and of every weight, kto, reward, and grpo
            with 64 answers of 64 tokens
 evaluate   Llama-3.2-1B: evaluate beside `lm-eval run`, whose scores must be equal; jsquad, perplexity
+serve      Llama-3.2-1B: batch with 64 and 256 requests at once, 256 tokens each, greedily, beside generate with 64 rows
 attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed
            lengths; Llama on examples of 4,000 to 7,600 tokens, too, and 24 compiled steps of these
 """
@@ -53,6 +54,7 @@ RECIPES_TASKS = {
         for name in ("dpo", "orpo", "kto", "reward", "grpo")
     },
     "evaluate": ROOT / "recipes" / "evaluate" / "entrypoints" / "harness.py",
+    "batch": ROOT / "recipes" / "serve" / "entrypoints" / "serve_batch.py",
 }
 sys.path[:0] = [str(ENTRYPOINTS), str(Path(__file__).parent)]
 RESUMED = 75
@@ -595,6 +597,38 @@ def run_evaluate(runner: Runner) -> dict[str, Any]:
     return {"passed": passed, "largest_difference_of_scores": difference, "scores": ours.get("results"), **results}
 
 
+def run_serve(runner: Runner) -> dict[str, Any]:
+    base, folder = runner.model("llama-1b"), runner.folder
+    examples = [json.loads(line) for line in runner.data("llama-1b").read_text().splitlines()]
+    prompts = [examples[number % len(examples)]["instruction"] for number in range(256)]
+    common = ("--model", base, *runner.on_device())
+    results: dict[str, Any] = {}
+    answers: dict[int, list[str]] = {}
+    for count in (64, 256):
+        bodies = [{"prompt": prompt, "max_tokens": 256, "temperature": 0} for prompt in prompts[:count]]
+        lines = [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
+        data, output = folder / f"requests-{count}.jsonl", folder / f"served-{count}.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options = ("--input", data, "--output", output, "--set", f"max_requests={count}")
+        results[f"batch, {count} requests"] = finish(runner, "batch", *common, *options)
+        if output.exists():
+            served = [json.loads(line)["response"]["body"]["choices"][0] for line in output.read_text().splitlines()]
+            answers[count] = [choice["text"] for choice in served]
+            record = json.loads(output.with_name(f"{output.name}.run.json").read_text())
+            results[f"batch, {count} requests"]["tokens_per_s"] = record["tokens_per_s"]
+    data, output = folder / "prompts.jsonl", folder / "generated.jsonl"
+    data.write_text("".join(json.dumps({"prompt": prompt, "complete": ""}) + "\n" for prompt in prompts[:64]))
+    form = ("form.kind=template", "form.prompt={prompt}", "form.response={complete}")
+    same = (*form, "max_new_tokens=256", "batch_size=64", "temperature=0", "examples=0", "repetition_penalty=1")
+    flags = [flag for setting in same for flag in ("--set", setting)]
+    results["generate"] = finish(runner, "generate", *common, "--data", data, "--output", output, *flags)
+    generated = [json.loads(line)["complete"] for line in output.read_text().splitlines()] if output.exists() else []
+    equal = sum(one == two for one, two in zip(answers.get(64, []), generated, strict=False))
+    alike = sum(one == two for one, two in zip(answers.get(64, []), answers.get(256, []), strict=False))
+    passed = not any(result["exit_code"] for result in results.values()) and len(answers.get(256, [])) == 256
+    return {"passed": passed, "equal_to_generate": equal, "equal_among_more": alike, **results}
+
+
 CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
     "lora": run_lora,
     "full": run_full,
@@ -606,6 +640,7 @@ CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
     "offload": run_offload,
     "align": run_align,
     "evaluate": run_evaluate,
+    "serve": run_serve,
     **{
         f"attention/{model}/{kernel}": functools.partial(run_attention, model=model, kernel=kernel)
         for model in ("calm-3b", "llama-1b", "llama-5b")
@@ -620,7 +655,7 @@ def main() -> int:
         "cases",
         nargs="*",
         metavar="CASE",
-        help="lora, full, two-gpus, sharded, dialogues, bench, pretrain, offload, align, evaluate, attention, or"
+        help="lora, full, two-gpus, sharded, dialogues, bench, pretrain, offload, align, evaluate, serve, attention, or"
         " one of its cases",
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
