@@ -7,6 +7,7 @@ none is needed. test_parsers.py finds such functions in the source: one that is 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import tempfile
@@ -561,6 +562,24 @@ def run_record(world: World) -> Case:
 
     answered = {**RUN, "answers": 4, "seconds": 2.5, "adapter": {"name": "a", "files": {}}}
     return Case([json.dumps(run).encode() for run in (RUN, answered)], read)
+
+
+def run_curve(world: World) -> Case:
+    """A metrics.jsonl beside a run.json, and the curve that is kept of it."""
+    from ekiben.publish.catalog import curves
+
+    path = world.path("case/curves/metrics.jsonl")
+    lines = [{"step": step, "loss": 3.5 - step, "eval_loss": None} for step in range(3)]
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        kept = None
+        with contextlib.suppress(ValueError):  # its readers list the reason
+            kept = curves.parse_curve(InnerPath.below(path.parent) / path.name)
+        return curves.read_metrics(path), kept
+
+    curve = curves.format_curve({"loss": [(1, 2.5)], "eval_loss": []})
+    return Case(["\n".join(map(json.dumps, lines)).encode(), curve], read)
 
 
 # ------------------------------------------------------------------------------------------------------------- bundles
@@ -1148,6 +1167,7 @@ CASES: dict[str, Make] = {
         catalog,
         catalog_replaced,
         run_record,
+        run_curve,
         bundle,
         bundle_index,
         bundle_record,
@@ -1260,6 +1280,7 @@ _READERS = {
     "asks whether a bundle of certificates has one": "core/environment.py:ca_bundle",
     "looks for a name in a file of the machine's administrator": "gpu/container_gpus.py:_names_gpus",
     "run_record": "publish/catalog/runs.py:_read",
+    "run_curve": "publish/catalog/curves.py:read_metrics,parse_curve",
     "catalog": "publish/catalog/runs.py:image_metadata",
     "catalog_replaced": "publish/catalog/write.py:_is_replaceable",
     "registry_login": "registry/auth.py:_ask_helper,_configs,_parsed",

@@ -22,6 +22,9 @@ SPEEDS = (
 )
 
 
+CURVE = {"loss": [(1, 4.0), (600, 2.5), (1200, 1.75)], "eval_loss": [(600, 2.0), (1200, 1.8125)]}
+
+
 def run_record(
     model: str, device: str, count: int, speed: float | None, mfu: float | None, day: int = 1
 ) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def changed(before: dict[str, Any], text: str) -> dict[str, Any]:
 
 def image(name: str, text: str = "") -> dict[str, Any]:
     runs: list[dict[str, Any]] = [
-        {"id": f"{at:012}", **reduced(run_record(*row, day=at + 1))} for at, row in enumerate(SPEEDS)
+        {"id": f"{at:012}", "curve": CURVE, **reduced(run_record(*row, day=at + 1))} for at, row in enumerate(SPEEDS)
     ]
     if text:
         runs[0]["model"]["name"] = runs[0]["device"]["name"] = runs[0]["method"] = text

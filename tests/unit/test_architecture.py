@@ -134,6 +134,7 @@ BY_PATH = {
     "publish/catalog/runs.py import_runs folder.exists": "your folders of results",
     "publish/catalog/runs.py _find folder.is_dir": "your folders of results",
     "publish/catalog/runs.py _find os.walk": "your folders of results",
+    "publish/catalog/curves.py read_metrics read_regular": "your results",
     "publish/catalog/runs.py _read read_regular": "your results",
     "publish/catalog/write.py _inner os.path.realpath": (
         "whether -o lies in the shared folder, which is then walked without links"

@@ -27,6 +27,7 @@ write    Write all of it: ``make_catalog``.
 gather   Collect what catalog.json says.
 pages    Render the pages from that.
 runs     Keep run records with the versions they used.
+curves   Keep the losses of a run as few points.
 """
 
-__all__ = ["gather", "pages", "runs", "write"]
+__all__ = ["curves", "gather", "pages", "runs", "write"]

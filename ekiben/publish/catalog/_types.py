@@ -94,8 +94,17 @@ class RunData(TypedDict):
     tokens: float | None
 
 
+class Curve(TypedDict):
+    """The losses of a training run: (step, value) of at most 60 steps each."""
+
+    loss: list[tuple[float, float]]
+    eval_loss: list[tuple[float, float]]
+
+
 class ReducedRun(TypedDict):
-    """The fields kept of a run.json; those of generate also have ``answers`` and ``seconds``."""
+    """The fields kept of a run.json; those of generate also have ``answers`` and ``seconds``, evaluations ``scores``:
+    task → metric → value.
+    """
 
     format: int
     started: str
@@ -115,13 +124,15 @@ class ReducedRun(TypedDict):
     seed: float | None
     answers: NotRequired[float | None]
     seconds: NotRequired[float | None]
+    scores: NotRequired[dict[str, dict[str, float]]]
     versions: dict[str, str | None]
 
 
 class CatalogRun(ReducedRun):
-    """A run with its id."""
+    """A run with its id, and its curve where its metrics.jsonl was beside its record."""
 
     id: str
+    curve: Curve | None
 
 
 class ShownRun(CatalogRun):

@@ -54,6 +54,7 @@ def render(catalog: Catalog, images: str | None) -> dict[str, bytes]:
             " 'none'; form-action 'none'"
         ),
     }
+    servers = [image["name"] for image in catalog["images"] if "serve" in _shown(image)["tasks"]]
     versions = sum(len(image["versions"]) for image in catalog["images"])
     files = {"index.html": environment.get_template("index.html").render(common, top="", versions=versions)}
     for image in catalog["images"]:
@@ -69,7 +70,7 @@ def render(catalog: Catalog, images: str | None) -> dict[str, bytes]:
         ]
         runs.sort(key=lambda run: (run["started"], run["id"]), reverse=True)
         files[f"{IMAGES}/{image['name']}.html"] = environment.get_template("image.html").render(
-            common, top="../", image=image, link=link, runs=runs, plots=plots(runs)
+            common, top="../", image=image, link=link, runs=runs, plots=plots(runs), servers=servers
         )
     pages = {name: text.encode(errors="replace") for name, text in files.items()}
     return pages | {"catalog.json": json.dumps(catalog, indent=1, ensure_ascii=False).encode(errors="replace") + b"\n"}
@@ -109,6 +110,9 @@ def _environment() -> jinja2.Environment:
         "duration": _duration,
         "answers": _answers,
         "loss": _loss,
+        "score": _score,
+        "curve": _curve,
+        "evaluations": _evaluations,
         "gib": lambda value: _or_dash(value and value / 2**30, "{:.1f} GiB"),
     }
     return environment
@@ -211,7 +215,42 @@ def _answers(run: ShownRun) -> str:
     return "" if count is None else f"{count:,.0f} answers in {_duration(run.get('seconds'))}"
 
 
+def _evaluations(runs: Sequence[ShownRun]) -> list[tuple[ShownRun, str, str, float]]:
+    """Return (run, task, metric, value) of each score."""
+    return [
+        (run, task, metric, value)
+        for run in runs
+        for task, metrics in run.get("scores", {}).items()
+        for metric, value in metrics.items()
+    ]
+
+
+def _score(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
 # ---------------------------------------------------------------------------------------------------------------- plots
+
+_WIDTH, _HEIGHT = 100, 24  # of a curve
+
+
+def _curve(run: ShownRun) -> list[str]:
+    """Return the points of the lines of a run's losses, training's first, as SVG has them."""
+    curve = run["curve"]
+    if not curve:
+        return []
+    values = [value for line in (curve["loss"], curve["eval_loss"]) for _, value in line]
+    last = max((step for line in (curve["loss"], curve["eval_loss"]) for step, _ in line), default=0)
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    span = (high - low) or 1.0
+    return [
+        " ".join(
+            f"{round(_WIDTH * step / (last or 1), 1):g},{round(_HEIGHT * (high - value) / span, 1):g}"
+            for step, value in line
+        )
+        for line in (curve["loss"], curve["eval_loss"])
+        if len(line) > 1
+    ]
 
 
 def plots(runs: Sequence[ShownRun]) -> list[Plot]:

@@ -6,10 +6,12 @@ are that one. The version that has the same gets the record, in images/<name>/<s
 sha256>.json. Of several that have (the same image under two versions, or a record from before there was a checksum) it
 is the newest that was there when the run began.
 
+Beside it, in .curve, are at most 60 steps of each loss of its metrics.jsonl, where that was there.
+
 Only what is named here is kept: model and its size, method, device, numbers and switches among the settings, the data's
 checksum and size, when it began, steps, speed, time, memory, losses, seed, packages' versions. Of a model's path only
-the last part is. Of an answering run there are its answers and seconds, too. Left out are all other settings that are
-words, and so the paths of data and output; host, nodes, job, cluster.
+the last part is. Of an answering run there are its answers and seconds, too, of an evaluation its scores. Left out are
+all other settings that are words, and so the paths of data and output; host, nodes, job, cluster.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.inner_path import AnyPath, InnerPath
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.images.published import image_folders, read_records
+from ekiben.publish.catalog import curves
 from ekiben.publish.catalog._types import CatalogRun, ReducedRun
 from ekiben.store.shared import SharedStore
 
@@ -46,6 +49,8 @@ _NUMBERS = (
     "final_eval_perplexity",
     "seed",
 )
+_METRIC = re.compile(r"[\w.,:+ -]{1,80}")  # a task of an evaluation, or a metric
+_MAX_SCORES = 200  # tasks, and metrics of each
 _PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]{0,60}")
 _HUB = re.compile(
     r"[\w-][\w.-]*/[\w-][\w.-]*"
@@ -86,7 +91,7 @@ def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
         try:
             run = _read(path)
             if not isinstance(run.get("image"), dict):
-                if "image" not in run and "scheduler" in run and isinstance(run.get("steps"), list):
+                if "scheduler" in run and isinstance(run.get("steps"), list) and (run["steps"] or "image" not in run):
                     imported.jobs += 1
                 else:
                     imported.without_image.append(str(path))
@@ -96,7 +101,7 @@ def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
                 imported.unmatched += 1
             elif run.get("status") != "finished":
                 imported.unfinished += 1
-            elif _put(shared, folder_of, reduced(run)):
+            elif _put(shared, folder_of, reduced(run), path):
                 imported.new.append(str(path))
             else:
                 imported.known += 1
@@ -185,16 +190,19 @@ def _version_of(run: Mapping[str, Any], versions: Sequence[_Version]) -> InnerPa
     return (before or same[:1])[-1].folder if same else None
 
 
-def _put(shared: SharedStore, folder: InnerPath, kept: ReducedRun) -> bool:
-    """Write a run's record; return False when it exists."""
+def _put(shared: SharedStore, folder: InnerPath, kept: ReducedRun, source: Path) -> bool:
+    """Write a run's record, and its curve; return False when the record exists. source: the run.json."""
     data = json.dumps(kept, indent=1, sort_keys=True).encode() + b"\n"
     path = folder / f"{hashlib.sha256(data).hexdigest()[:12]}.json"
-    if path.lexists():
-        return False
+    is_new, curve_file = not path.lexists(), path.with_name(path.name.removesuffix(".json") + curves.SUFFIX)
+    curve = curves.read_metrics(source.parent / curves.METRICS) if source.name == "run.json" else None
     with shared.translated_errors():
-        shared.policy.make_folder(folder)
-        shared.write_file(path, data)
-    return True
+        if is_new:
+            shared.policy.make_folder(folder)
+            shared.write_file(path, data)
+        if curve and not curve_file.lexists():
+            shared.write_file(curve_file, curves.format_curve(curve))
+    return is_new
 
 
 def reduced(run: Mapping[str, Any]) -> ReducedRun:
@@ -232,6 +240,7 @@ def reduced(run: Mapping[str, Any]) -> ReducedRun:
         **{field: _number(run.get(field)) for field in _NUMBERS},
         # Only for generate: a record of training is named by its checksum, which must not change.
         **{name: _number(run[name]) for name in ("answers", "seconds") if "answers" in run and name in run},
+        **({"scores": dict(_scores(run["scores"]))} if isinstance(run.get("scores"), dict) else {}),
         "versions": {
             key: _text(value)
             for key, value in sorted(_mapping(run.get("versions")).items())
@@ -239,6 +248,18 @@ def reduced(run: Mapping[str, Any]) -> ReducedRun:
         },
     }
     return cast(ReducedRun, kept)
+
+
+def _scores(tasks: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float | int]]]:
+    """Yield the numbers of an evaluation by task."""
+    for task, metrics in sorted(tasks.items(), key=lambda item: str(item[0]))[:_MAX_SCORES]:
+        numbers = {
+            name: number
+            for name, value in sorted(_mapping(metrics).items())[:_MAX_SCORES]
+            if _METRIC.fullmatch(name) and (number := _number(value)) is not None
+        }
+        if numbers and _METRIC.fullmatch(task):
+            yield task, numbers
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -286,9 +307,17 @@ def runs_of(folder: InnerPath, stem: str) -> tuple[list[CatalogRun], list[tuple[
             run = _read(path)
             if run.get("format") != FORMAT:
                 raise ValueError(f"is not a record of format {FORMAT}")
-            records.append({"id": path.name.removesuffix(".json"), **reduced(_as_run(run))})
+            id = path.name.removesuffix(".json")
+            kept = reduced(_as_run(run))
         except (ValueError, OSError) as error:
             broken.append((f"{stem}.runs/{path.name}", str(error)))
+            continue
+        curve = None
+        try:
+            curve = curves.parse_curve(runs / f"{id}{curves.SUFFIX}")
+        except ValueError as error:
+            broken.append((f"{stem}.runs/{id}{curves.SUFFIX}", str(error)))
+        records.append({"id": id, "curve": curve, **kept})
     records.sort(key=lambda run: (run["started"], run["id"]), reverse=True)
     return records, broken
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -24,13 +24,13 @@ from ekiben.images.published import VersionRecord
 from ekiben.publish import catalog as module
 from ekiben.publish.catalog import runs
 from ekiben.publish.catalog.gather import LayerInspector
-from ekiben.publish.catalog.pages import HERE, _environment, plots
+from ekiben.publish.catalog.pages import HERE, _environment, plots, render
 from ekiben.publish.catalog.runs import reduced
 from ekiben.publish.catalog.write import WrittenCatalog, make_catalog
 from ekiben.publish.prune import prune
 from ekiben.store import Store
 from ekiben.store.shared import SharedStore, open_shared
-from support.catalog_samples import HOSTILE, SPEEDS, image, run_record, write
+from support.catalog_samples import HOSTILE, SPEEDS, catalog, image, run_record, write
 from support.cli_audit import ROOT
 from support.published import Lab
 from support.sample_recipe import RunCli, edit_record
@@ -488,6 +488,53 @@ def test_record_of_generate_is_imported_beside_its_output(lab: Lab, tmp_path: Pa
     assert "4 answers in 0 s" in text and "Tokens per second, generate" in text
     alone = make(lab.folder, runs=[results / "answers.jsonl.run.json"])
     assert (alone.runs.new, alone.runs.known) == ([], 1)
+
+
+def test_curves_and_evaluations_are_shown(lab: Lab, tmp_path: Path) -> None:
+    results, done = tmp_path / "results", lab.put()
+    with open_shared(lab.folder).reader(done.record.layers[-1].digest) as reader:
+        metadata = runs.image_metadata(reader)
+    put_run(results / "training", metadata)
+    lines = [{"step": step, "loss": 5.0 - step / 1000} for step in range(1, 1001)]
+    lines += [{"step": 1000, "eval_loss": 4.5}, {"step": 1000, "eval_loss": True}, {"step": -1, "loss": 2}, [3]]
+    metrics = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo'
+    (results / "training/metrics.jsonl").write_text(metrics)
+    scores = {"jsquad": {"f1": 81.25, "exact_match": 70, "note": "x"}, "</td>": {"a": 1}, "broken": 3}
+    put_run(results / "evaluation", metadata, scores=scores, started="2026-11-20T10:00:00Z")
+    built = make(lab.folder, runs=[results])
+    assert (len(built.runs.new), built.runs.broken) == (2, [])
+    evaluation, training = built.catalog["images"][0]["versions"][0]["runs"]
+    assert evaluation["scores"] == {"jsquad": {"exact_match": 70, "f1": 81.25}} and evaluation["curve"] is None
+    assert training["curve"] is not None and "scores" not in training
+    assert len(training["curve"]["loss"]) == 60
+    assert training["curve"]["loss"][-1] == (1000, 4.0) and training["curve"]["eval_loss"] == [(1000, 4.5)]
+    text = page(built)
+    assert text.count("<polyline points=") == 1 and "<td>exact_match</td>" in text and "81.25" in text
+    again = make(lab.folder, runs=[results])
+    assert (again.runs.new, again.runs.known) == ([], 2)
+    (kept,) = done.sif.parent.glob("*.runs/*.curve")
+    for content in ("[", "[1]", '{"loss": [[1, "x"], [2], 3, [4, 1e999]], "eval_loss": 3}'):
+        kept.chmod(0o644)
+        kept.write_text(content)
+        broken = [item["file"] for item in make(lab.folder).catalog["skipped"]]
+        assert bool(broken) == (content != '{"loss": [[1, "x"], [2], 3, [4, 1e999]], "eval_loss": 3}'), content
+
+
+def test_images_that_serve_a_model_are_named() -> None:
+    sample = catalog()
+    assert b"serve a model" not in render(cast(Any, sample), None)["images/lora-opencalm.html"]
+    sample["images"][1]["versions"][0]["tasks"]["serve"] = "answer requests"
+    text = render(cast(Any, sample), None)["images/lora-opencalm.html"]
+    assert b'serve a model: <a href="../images/hello.html">hello</a>' in text
+
+
+def test_a_record_of_a_job_is_one_that_names_its_image(lab: Lab, tmp_path: Path) -> None:
+    lab.put()
+    (tmp_path / "results").mkdir()
+    job = {"format": 3, "image": "mine", "scheduler": "slurm", "steps": [{"name": "1-train"}]}
+    (tmp_path / "results/run.json").write_text(json.dumps(job))
+    counts = make(lab.folder, runs=[tmp_path / "results"]).runs
+    assert (counts.jobs, counts.without_image) == (1, [])
 
 
 @pytest.mark.parametrize("value", ["<b>", [], -1e400, True, None])
