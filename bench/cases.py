@@ -96,6 +96,7 @@ def tested(bench: Bench) -> None:
         bench.make_tested("--format", "sif", "-o", str(bench.sif)),
         bench.make_tested("--format", "docker"),
     )
+    in_file = bench.make_tested("--format", "sif", "-o", str(bench.sif), "--in-place")
     for command in (make, in_docker):
         bench.run_untimed(command)
     copy = bench.scratch / "out" / "copy.sif"
@@ -109,6 +110,7 @@ def tested(bench: Bench) -> None:
             empty()
 
         bench.record(case, "ekiben", [make], runs=runs, before=edit)
+        bench.record(case.replace("tested", "rewritten"), "ekiben", [in_file], runs=runs, before=edit)
         bench.record(case, "the recipe's test alone", [bench.recipe_test()], runs=runs, before=empty)
         bench.record(case, "cp of the file", [cp], runs=runs, before=empty)
     bench.record("tested", "ekiben, in Docker", [in_docker], runs=runs, before=bench.edit_entrypoint)
