@@ -266,7 +266,10 @@ def format_footer(summary: dict[str, Any], what: str, output: Path) -> list[str]
     task = next((name for name in ways if shutil.which(name)), "chat")
     if "labels" in summary["data"]:
         task = "python"
-        ways[task] = f'transformers\' pipeline("text-classification", model="{weights}")'
+        loader = f'transformers\' pipeline("text-classification", model="{weights}")'
+        ways[task] = (
+            loader if what == "model" else f"peft's AutoPeftModelForSequenceClassification, {weights}/labels.json"
+        )
     return [
         (
             f"done        {summary['steps']:,} steps in {summary['time_to_train_s']:,.0f} s,"
