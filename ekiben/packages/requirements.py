@@ -39,6 +39,7 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _LIBC = "glibc 2.28"  # the oldest that images of Ekiben's own have to run on
 _MANYLINUX = (17, 28, *range(31, 41))  # versions 2.N of glibc that uv knows as platforms
 _EXTRA = re.compile(r"""extra == ["']([\w.-]+)""")
+_REPLACED = re.compile(r"^# replace:[ \t]*(\S.*)$", re.MULTILINE)
 _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 _OPTION = re.compile(
     r"(?P<name>-i|-f|--index-url|--extra-index-url|--find-links)(?:=|\s+)(?P<index>\S+)|--pre|--prefer-binary"
@@ -116,6 +117,8 @@ class RequirementsFile:
     ``exclude_newer`` is the date of its comment, "" without one; ``git`` are those of git repositories.
     ``local`` are folders. ``constraints`` are lines of files after ``-c``, ``files`` all files that were read.
     ``installed``: packages of a base, which no index need have, and of which an index may say something else.
+    ``replaced``: packages of the layers below that the recipe's layer installs in a version of its choice, by their
+    canonical names: those of a comment ``# replace: NAME``.
     """
 
     options: tuple[str, ...]
@@ -126,6 +129,7 @@ class RequirementsFile:
     files: tuple[Path, ...] = ()
     local: tuple[LocalRequirement, ...] = ()
     installed: tuple[BasePackage, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -192,7 +196,17 @@ def read_requirements(
         constraints=tuple(constraints),
         files=files,
         local=tuple(local),
+        replaced=replaced_names(text, str(source)) if is_recipe else (),
     )
+
+
+def replaced_names(text: str, where: str) -> tuple[str, ...]:
+    """Return the names in the comments ``# replace: NAME`` of a list. Raises DefinitionError."""
+    names = [name for line in _REPLACED.findall(text) for name in line.replace(",", " ").split()]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise DefinitionError(f"{where}: # replace: {name:.80} is not the name of a package")
+    return tuple(dict.fromkeys(map(canonicalize_name, names)))
 
 
 def _git_requirement(line: str, where: str) -> GitRequirement:

@@ -34,10 +34,12 @@ from ekiben.packages.requirements import (
     project_requirements,
     read_folder,
     read_requirements,
+    replaced_names,
     requirement_lines,
 )
 from ekiben.project.base import known_base
 from ekiben.project.lock import Edits, definitions_below, lock_recipe, read_below, requirements_of
+from ekiben.project.replace import find_replaceable, remove_lines_of, write_lines
 from ekiben.project.sources import SourceSettings
 from ekiben.spec.definition import Definition
 from ekiben.spec.recipe import Recipe
@@ -78,7 +80,7 @@ class _Lists:
         return [
             path
             for path, text in self.texts.items()
-            if any(self.name_in(path, line) == name for line in _lines(path, text))
+            if path.suffix != ".def" and any(self.name_in(path, line) == name for line in _lines(path, text))
         ]
 
     def name_in(self, path: Path, line: str) -> str:
@@ -113,6 +115,38 @@ def add_requirements(recipe: Recipe, requirements: Sequence[str], options: Chang
     yield from _apply(lists, options, _held_below(recipe, names))
 
 
+def replace_packages(recipe: Recipe, requirements: Sequence[str], options: ChangeOptions) -> Iterator[str]:
+    """Add requirements whose packages a layer below has, to be installed over those; yields a line for each change.
+
+    Raises UsageError for one that no layer has or that cannot be replaced, and what lock_recipe() raises; nothing is
+    changed then.
+    """
+    lists = _read_lists(recipe, is_created=True)
+    stack = _stack(recipe)
+    definitions = definitions_below(recipe, stack)
+    below = read_below(recipe, stack, known_base(recipe, definitions[0], stack))
+    path = recipe.folder / "images" / f"{recipe.file.layer}.def"
+    packages = []
+    for item in requirements:
+        name = canonicalize_name(parse_argument(item).name)
+        packages.append(find_replaceable(name, definitions, below.by_layer, below.compiled, f"--replace {item}"))
+        target = next(iter(lists.having(name)), lists.source)
+        if target.suffix == ".toml":
+            _edit_project(lists, add=[item])
+        else:
+            lists.texts[target], change = add_line(lists.texts[target], item, str(_short(recipe, target)))
+            if change:
+                lists.note(target, change)
+        if name not in replaced_names(lists.texts[lists.source], str(lists.source)):
+            lists.texts[lists.source] = append_line(lists.texts[lists.source], f"# replace: {name}")
+            lists.lines.append(f"{_short(recipe, lists.source)}: + # replace: {name}")
+    text = read_source(path)
+    lists.texts[path] = write_lines(text, packages, f"{recipe.file.layer}.lock", path)
+    if lists.texts[path] != text:
+        lists.lines.append(f"{_short(recipe, path)}: + lines that replace {', '.join(item.name for item in packages)}")
+    yield from _apply(lists, options, [])
+
+
 def remove_requirements(recipe: Recipe, names: Sequence[str], options: ChangeOptions) -> Iterator[str]:
     """Remove packages from a recipe's lists, and lock them; yields a line for each change.
 
@@ -134,7 +168,23 @@ def remove_requirements(recipe: Recipe, names: Sequence[str], options: ChangeOpt
             lists.texts[path], changes = remove_lines(lists.texts[path], is_removed)
             for change in changes:
                 lists.note(path, change)
+        _keep_below(lists, name)
     yield from _apply(lists, options, [])
+
+
+def _keep_below(lists: _Lists, name: str) -> None:
+    """Remove what `add --replace` wrote for a package, which is that of the layer below again."""
+    recipe, source = lists.recipe, lists.source
+    if name not in replaced_names(lists.texts[source], str(source)):
+        return
+    kept = [item for item in replaced_names(lists.texts[source], str(source)) if item != name]
+    lines = lists.texts[source].splitlines(keepends=True)
+    lists.texts[source] = "".join(line for line in lines if not line.startswith("# replace:"))
+    for item in kept:
+        lists.texts[source] = append_line(lists.texts[source], f"# replace: {item}")
+    path = recipe.folder / "images" / f"{recipe.file.layer}.def"
+    lists.texts[path] = remove_lines_of(lists.texts.get(path, read_source(path)), name)
+    lists.lines.append(f"{_short(recipe, source)}: - # replace: {name}")
 
 
 def _names(lists: _Lists, path: Path, name: str, line: str) -> bool:

@@ -142,6 +142,11 @@ def _version(text: str, name: str) -> str:
     return versions.get(canonicalize_name(name), "")
 
 
+def resolved_version(resolution: Resolution, name: str) -> str:
+    """Return the version of a package that uv chooses, "" where there is no solution."""
+    return _version(_try(resolution), name)
+
+
 def _try(resolution: Resolution) -> str:
     """Return the lock, "" where there is none."""
     sources: list[Source] = [item for item in resolution.known if not item.commit]

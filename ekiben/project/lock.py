@@ -23,7 +23,16 @@ from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
 from ekiben.packages.requirements import RequirementsFile, read_requirements
 from ekiben.project.base import find_base
-from ekiben.project.explain import Alternative, find_constraints, find_held_back, find_limits, find_ways_out
+from ekiben.project.explain import (
+    Alternative,
+    Constraint,
+    find_constraints,
+    find_held_back,
+    find_limits,
+    find_ways_out,
+    resolved_version,
+)
+from ekiben.project.replace import Replaceable, cost_lines, find_replaceable, free, refuse_missing_lines
 from ekiben.project.sources import Resolution, SourceSettings, resolve_packages
 from ekiben.spec.base_packages import SUFFIX, BasePackages
 from ekiben.spec.definition import Definition, read_definition
@@ -45,6 +54,7 @@ _CONVERTED = (  # files of other tools, and the command that writes requirements
     ("Pipfile.lock", "pipenv requirements > requirements.txt"),
     ("environment.yml", "copy the list below `- pip:` to requirements.txt; of conda's packages name those of PyPI"),
 )
+_MAX_REPLACED = 3  # packages of the layers below whose replacement is tried
 _MAX_LINES = 40  # of a message of uv that is printed
 _WHEEL = "org.ekiben.wheel"  # label of a build stage: the package that it compiles for the layer
 
@@ -128,6 +138,8 @@ def lock_recipe(
         if arch_lock(shared, name) != shared and arch_lock(shared, name).exists()
     ]
     checked = read_requirements(source, recipe.sources, is_recipe=True, edits=edits.files)
+    definition = recipe.folder / "images" / f"{recipe.file.layer}.def"
+    refuse_missing_lines(checked, edits.files.get(definition) or _read(definition), definition)
     yield from _folder_notes(recipe, checked)
     locked: dict[Path, str] = {}
     changes: list[str] = []
@@ -206,6 +218,10 @@ def _lock_for(
     below = read_below(recipe, stack, listed.packages if listed else None)
     checked = _with_base(checked, below.base)
     _check_compiled(source, checked.requirements, below)
+    replaced = _replaced(checked, definitions, below)
+    if replaced:
+        checked, pins_below = free(checked, below.pins, checked.replaced)
+        below = replace(below, pins=pins_below)
     kept = (old if keep else "") if target == shared else locked.get(shared, _read(shared))
     known = read_sources(sources_file(lock_for(shared, stack.arch)))
     resolution = Resolution(
@@ -232,10 +248,12 @@ def _lock_for(
         locked[listed.path] = listed.text
         if old_list != listed.text:
             yield f"{recipe.folder.name}/{listed.path.relative_to(recipe.folder)}: lists the packages of another image"
+    notes = "".join(f"# replaced: {item.name} {item.version} of the layer '{item.layer}'\n" for item in replaced)
     locked[target] = (
         f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben"
-        f" lock`\n{pins}"
+        f" lock`\n{notes}{pins}"
     )
+    yield from _replacements(replaced, old, pins, checked, stack)
     locked[sources_file(target)] = format_sources(sources)
     yield from (
         f"{recipe.folder.name}/{sources_file(target).relative_to(recipe.folder)}: {item.name} {item.version} is built"
@@ -249,6 +267,24 @@ def _lock_for(
         f"{recipe.folder.name}/{target.relative_to(recipe.folder)}: {line}"
         for line in _differences(old, locked[target])
     )
+
+
+def _replaced(checked: RequirementsFile, definitions: Sequence[Definition], below: Below) -> list[Replaceable]:
+    """Return the packages of the layers below that the list replaces. Raises UsageError."""
+    where = str(checked.files[0])
+    return [find_replaceable(name, definitions, below.by_layer, below.compiled, where) for name in checked.replaced]
+
+
+def _replacements(
+    replaced: Sequence[Replaceable], old: str, pins: str, checked: RequirementsFile, stack: Stack
+) -> Iterator[str]:
+    """Yield what each new replacement costs, and a warning for one that changes nothing."""
+    before, now = ({name: version for name, version, _ in read_pins(text)} for text in (old, pins))
+    for item in replaced:
+        if now.get(item.name) == item.version:
+            yield f"warning: {item.name} {item.version} is what the layer '{item.layer}' has: nothing is replaced"
+        elif now.get(item.name) != before.get(item.name):
+            yield from cost_lines([item], pins, checked, stack)
 
 
 def _origin(source: Source) -> str:
@@ -379,7 +415,10 @@ def _explained(source: Path, message: str, below: Below, resolution: Resolution)
     if "No solution found" in message and not re.search("fetch|network|could not be queried", message, re.IGNORECASE):
         constraints = [f"\n  {item}" for item in find_constraints(message, below.by_layer)]
         constraints += [f"\n  {item}" for item in find_limits(message, below.base)]
-        ways = find_ways_out(resolution, lambda: _alternatives(resolution, below)) if constraints else []
+        ways: list[str] = []
+        if constraints and not resolution.checked.replaced:
+            ways += find_ways_out(resolution, lambda: _alternatives(resolution, below))
+            ways += _replacing(source, resolution, below, find_constraints(message, below.by_layer))
         return DefinitionError(
             f"{source} does not go with the layers {', '.join(below.layers)}, or an index has no wheel for"
             f" it:{''.join(constraints)}\n{_shorten(message)}",
@@ -391,6 +430,24 @@ def _explained(source: Path, message: str, below: Below, resolution: Resolution)
             ),
         )
     return FetchError(f"{source} could not be resolved:\n{message}")
+
+
+def _replacing(source: Path, resolution: Resolution, below: Below, constraints: Iterable[Constraint]) -> Iterator[str]:
+    """Yield the packages of the layers below that the recipe's layer can replace to resolve a conflict; each was
+    tried."""
+    recipe = resolution.recipe
+    for item in list(constraints)[:_MAX_REPLACED]:
+        name = canonicalize_name(item.name)
+        try:
+            find_replaceable(name, definitions_below(recipe, resolution.stack), below.by_layer, below.compiled, "")
+        except UsageError:
+            continue
+        checked, pins = free(resolution.checked, below.pins, [name])
+        if version := resolved_version(replace(resolution, checked=checked, below=pins, old=""), name):
+            yield (
+                f"`{command_name()} add --replace {name} {shlex.quote(str(source.parent))}`: the recipe's layer"
+                f" installs {version} over the {item.version} of the layer '{item.layer}'"
+            )
 
 
 def _shorten(message: str) -> str:

@@ -13,6 +13,7 @@ from ekiben.project.lock import lock_recipe, read_below
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.stack import find_stack, read_pins
 from support.own_recipes import lock, recipe_in
+from workspaces import Cli, Workspace, need
 
 pytestmark = pytest.mark.covers("ekiben/project")
 
@@ -110,6 +111,17 @@ def test_sha256sum_reads_the_sums_and_edited_files_are_refused(folder: Path) -> 
         file.write("# by hand\n")
     with pytest.raises(DefinitionError, match=r"mine-packages\.lock: was edited by hand"):
         resolve(recipe_in(folder))
+
+
+def test_a_replaced_package_is_the_image_s(tmp_path: Path, workspace: Workspace, cli: Cli) -> None:
+    """The tests of the layer below, which compare it with its lock file, pass all the same."""
+    need("apptainer")
+    store, folder = workspace.folder("store"), workspace.folder("replacing") / "mine"
+    create_recipe(folder, layer="python")
+    cli.run("add", "--replace", "pip<26", folder)
+    cli.run("--store", store, "build", folder, "--format", "sif", cwd=folder.parent)
+    argv = ["apptainer", "-q", "exec", "--cleanenv", folder.parent / "mine.sif", "pip", "--version"]
+    assert f"pip {pins_of(folder)['pip']} " in subprocess.check_output(argv, text=True)
 
 
 def test_packages_that_layers_below_compile_are_known_with_their_version(tmp_path: Path) -> None:

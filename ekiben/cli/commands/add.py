@@ -10,6 +10,7 @@ Examples:
   ekiben add 'tools @ git+https://git.example.org/lab/tools@main'
   ekiben add ./package                      a folder of the recipe with a pyproject.toml
   ekiben add --apt ffmpeg git
+  ekiben add --replace 'rich>=14'           over the version of a layer below
   ekiben add --dry-run trl                  what would be locked
 """
 
@@ -22,12 +23,16 @@ import click
 from ekiben.cli.commands._packages import change_packages, package_options
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command
-from ekiben.project.add import add_requirements
+from ekiben.core.errors import UsageError
+from ekiben.project.add import add_requirements, replace_packages
 
 
 @click.command("add", cls=Command, help=__doc__)
 @package_options
+@click.option("--replace", "replaces", is_flag=True, help="Install them over the versions of the layers below.")
 @click.pass_obj
-def command(context: Context, /, arguments: tuple[str, ...], **options: Any) -> None:
+def command(context: Context, /, arguments: tuple[str, ...], replaces: bool, **options: Any) -> None:
     """Edit, lock, and print what changed."""
-    change_packages(context, arguments, add_requirements, **options)
+    if replaces and options["apt"]:
+        raise UsageError("--replace is for Python packages; apt installs one version of a package")
+    change_packages(context, arguments, replace_packages if replaces else add_requirements, **options)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ekiben.core.errors import EkibenError, UsageError
-from ekiben.project.add import ChangeOptions, add_requirements, change_debian, remove_requirements
+from ekiben.core.errors import DefinitionError, EkibenError, UsageError
+from ekiben.project.add import ChangeOptions, add_requirements, change_debian, remove_requirements, replace_packages
 from ekiben.project.create import create_recipe
 from ekiben.project.lock import read_below
 from ekiben.project.sources import SourceSettings
@@ -117,6 +118,59 @@ def test_a_package_of_the_layers_below_is_not_installed_again(folder: Path, inde
     index.add_wheel("pip", read_below(recipe, find_stack("cu130", recipe.image_folders)).versions["pip"])
     line, *_ = add_requirements(recipe_in(folder), ["pip"], options(is_dry=True))
     assert line.startswith("pip: the layers below have ")
+
+
+def test_a_package_of_the_layers_below_is_replaced(folder: Path, index: Index) -> None:
+    recipe, before = recipe_in(folder), content(folder)
+    versions = read_below(recipe, find_stack("cu130", recipe.image_folders)).versions
+    for name, version in (*versions.items(), ("pip", "999.1")):
+        index.add_wheel(name, version)
+    lines = list(replace_packages(recipe, ["pip>999"], options()))
+    below = f"{versions['pip']} of the layer 'python'"
+    cost = next(line for line in lines if line.startswith(f"pip 999.1 replaces {below}: "))
+    assert re.search(r": \d+ B more, as the version below stays in its layer$", cost)
+    assert "mine/images/mine-packages.lock: pip (new) → 999.1" in lines
+    assert "mine/requirements.txt: + # replace: pip" in lines
+    text = (folder / "images/mine-packages.def").read_text()
+    assert "sed -i '/^pip==/,/" in text and "$/d' /opt/ekiben/locks/python.lock" in text
+    assert f"# replaced: pip {below}\n" in (folder / LOCK).read_text()
+    assert lock(folder, check=True) == ["mine: up to date"]
+    assert list(replace_packages(recipe, ["pip"], options())) == ["mine: up to date"]
+    list(remove_requirements(recipe, ["pip"], options()))
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("layer", "asked", "error"),
+    [
+        ("python", "two", "--replace two: no layer below has two"),
+        ("pytorch", "torch", "torch .* of the layer 'pytorch' is not replaced: torch and its libraries"),
+        ("pytorch", "nvidia-cublas", "is not replaced"),
+        ("flash-attn", "flash-attn", "flash-attn is compiled by a layer below"),
+    ],
+)
+def test_what_cannot_be_replaced_is_refused(folder: Path, layer: str, asked: str, error: str) -> None:
+    path = folder / "images/mine-packages.def"
+    path.write_text(path.read_text().replace("python.sif", f"{layer}.sif"))
+    before = content(folder)
+    with pytest.raises(UsageError, match=error):
+        list(replace_packages(recipe_in(folder), [asked], options()))
+    assert content(folder) == before
+
+
+def test_a_replacement_that_a_layer_below_does_not_take_is_refused(folder: Path, index: Index) -> None:
+    recipe, before = recipe_in(folder), content(folder)
+    versions = read_below(recipe, find_stack("cu130", recipe.image_folders)).versions
+    index.add_wheel("pip", "999.1")
+    index.add_wheel("uv", versions["uv"], requires=[f"pip=={versions['pip']}"])
+    with pytest.raises(DefinitionError, match=r"all versions of uv depend on pip=="):
+        list(replace_packages(recipe, ["pip>999"], options()))
+    assert content(folder) == before
+
+
+def test_a_replacement_without_lines_in_the_layer_is_refused(folder: Path) -> None:
+    with pytest.raises(DefinitionError, match=r"# replace: pip, and .*mine-packages\.def has no line for it"):
+        lock(folder, "one\n# replace: pip\n")
 
 
 def test_a_layer_that_installs_no_lock_is_named(folder: Path) -> None:

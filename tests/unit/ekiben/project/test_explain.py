@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError
 from ekiben.project.create import create_recipe
 from ekiben.project.explain import find_constraints
@@ -25,6 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
         for version in ("0.9", pip_of(tmp_path / "mine")):
             index.add_wheel("pip", version)
+        index.add_wheel("uv", version_of(tmp_path / "mine", "uv"))
         index.add_wheel("above", "1.0", requires=["plain"])
         index.add_wheel("above", "2.0", requires=["pip<1"])
         index.add_wheel("plain", "1.0")
@@ -33,15 +35,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def pip_of(folder: Path) -> str:
+    return version_of(folder, "pip")
+
+
+def version_of(folder: Path, name: str) -> str:
     recipe = recipe_in(folder)
-    return read_below(recipe, find_stack("cu130", recipe.image_folders)).versions["pip"]
+    return read_below(recipe, find_stack("cu130", recipe.image_folders)).versions[name]
 
 
 def test_conflict_names_layer_and_requirement_and_what_works(folder: Path) -> None:
     with pytest.raises(DefinitionError) as caught:
         lock(folder, "above>=2\n")
     assert f"\n  the layer 'python' has pip {pip_of(folder)}, and above>=2.0 depends on pip<1\n" in str(caught.value)
-    assert caught.value.hint == "tested solutions: above==1.0 goes with these layers; you ask for above>=2"
+    assert caught.value.hint == (
+        "tested solutions: above==1.0 goes with these layers; you ask for above>=2; or"
+        f" `{command_name()} add --replace pip {folder}`: the recipe's layer installs 0.9 over the"
+        f" {pip_of(folder)} of the layer 'python'"
+    )
 
 
 def test_conflict_without_a_way_out_suggests_nothing_that_was_not_tried(folder: Path) -> None:
