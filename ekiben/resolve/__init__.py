@@ -10,6 +10,7 @@ recipe_layer  the last of them, with the recipe's files
 sources       build stages of packages without a wheel
 capabilities  GPU architectures: what a stack's CUDA compiles for, and what is asked for
 render        the layers as one Dockerfile or definition file
+start         what a container of the finished image starts with
 docker_files  compose.yaml and devcontainer.json, which start the image
 """
 
@@ -23,5 +24,6 @@ __all__ = [
     "render",
     "resolve",
     "sources",
+    "start",
     "wheel_layers",
 ]

@@ -12,7 +12,7 @@ from ekiben.core.checked import Fields
 
 _PORT = re.compile(r"\d{1,5}/(?:tcp|udp|sctp)")
 _SIGNAL = re.compile(r"[A-Za-z0-9+-]+")
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)")
 _NANOSECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 _MAX_DURATION = 2**63 - 1  # nanoseconds
 _HEALTH_TESTS = ("NONE", "CMD", "CMD-SHELL")
@@ -20,10 +20,10 @@ _HEALTH_TESTS = ("NONE", "CMD", "CMD-SHELL")
 
 def parse_duration(text: str) -> int:
     """Return the nanoseconds of a duration as Docker writes it: ``30s``, ``1m30s``. Raises ValueError."""
-    parts = list(_PART.finditer(text))
-    if not parts or "".join(part[0] for part in parts) != text:
+    matches = list(_DURATION.finditer(text))
+    if not matches or "".join(match[0] for match in matches) != text:
         raise ValueError(f"'{text:.40}' is not a duration; write it as 30s, 1m30s or 500ms")
-    total = sum(round(float(part[1]) * _NANOSECONDS[part[2]]) for part in parts if len(part[1]) < 20)
+    total = sum(round(float(match[1]) * _NANOSECONDS[match[2]]) for match in matches if len(match[1]) < 20)
     if not 0 < total <= _MAX_DURATION:
         raise ValueError(f"'{text:.40}' is not a duration above zero, or too long")
     return total

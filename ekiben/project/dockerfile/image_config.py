@@ -17,25 +17,25 @@ _NO_TRIGGERS = ("ONBUILD", "FROM", "MAINTAINER")
 
 def set_ports(evaluation: Evaluation, instruction: Instruction) -> None:
     """EXPOSE PORT[-PORT][/PROTOCOL]…. Raises ValueError."""
-    for word in evaluation.expand_path(instruction.text).split():
-        evaluation.stage.docker.ports |= {*_ports(word)}
+    for argument in evaluation.expand_path(instruction.text).split():
+        evaluation.stage.docker.ports |= {*_ports(argument)}
 
 
-def _ports(word: str) -> Iterator[str]:
-    match = _PORTS.fullmatch(word)
+def _ports(argument: str) -> Iterator[str]:
+    match = _PORTS.fullmatch(argument)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not match or not 0 < first <= last < 2**16:
-        raise ValueError(f"expected EXPOSE PORT, PORT-PORT or PORT/udp, found: {word}")
+        raise ValueError(f"expected EXPOSE PORT, PORT-PORT or PORT/udp, found: {argument}")
     for port in range(first, last + 1):
         yield f"{port}/{(match[3] or 'tcp').lower()}"
 
 
 def set_volumes(evaluation: Evaluation, instruction: Instruction) -> None:
     """VOLUME PATH…, or a JSON list. Raises ValueError."""
-    words = (
+    arguments = (
         instruction.text.split() if instruction.argv is None else instruction.argv
     )  # Docker's shell form has no quotes
-    paths = [evaluation.expand_path(word) for word in words]
+    paths = [evaluation.expand_path(argument) for argument in arguments]
     if not all(paths):
         raise ValueError("expected VOLUME PATH, and the path is empty")
     ContainerConfig(volumes=tuple(paths))
