@@ -52,6 +52,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickles an enum
             return _memory_format
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 pickles a path
         if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which is code")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from ekiben_tasks.models.checkpoint_folder import METADATA
-from ekiben_tasks.models.sharded_checkpoint import read_metadata
+from ekiben_tasks.models.sharded_checkpoint import _Unpickler, read_metadata
 from ekiben_tasks.task.errors import TaskError
 
 pytestmark = pytest.mark.filterwarnings("default")  # what torch warns of is not ours
@@ -67,6 +68,12 @@ def test_only_a_memory_format_is_asked_for_by_name(shards: Path) -> None:
 
 def _unsaved(memory_format: Any) -> Metadata:
     return Metadata(state_dict_metadata={"x": memory_format})
+
+
+def test_a_path_is_read_as_python_3_13_pickles_it() -> None:
+    assert _Unpickler(io.BytesIO(b"cpathlib._local\nPosixPath\n.")).load() is PosixPath
+    with pytest.raises(pickle.UnpicklingError, match="which is code"):
+        _Unpickler(io.BytesIO(b"cpathlib._local\nos\n.")).load()
 
 
 def test_code_in_metadata_is_not_run(shards: Path, tmp_path: Path) -> None:
