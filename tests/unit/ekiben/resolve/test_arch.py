@@ -58,7 +58,7 @@ def test_lock_of_the_architecture_is_chosen_beside_the_common_one(sample: Sample
 def test_stack_without_locks_for_it_is_refused(files_only: SampleRecipe) -> None:
     with pytest.raises(UsageError, match=r"^--arch arm64: stack tiny is locked for amd64 only$") as caught:
         resolved(files_only, "arm64")
-    assert caught.value.hint == "a stack that is locked for arm64: cu130, cu132"
+    assert caught.value.hint == "a stack that is locked for arm64: cu130, cu132, debian13"
     with pytest.raises(UsageError, match=r"--arch arm46: no such architecture\. Did you mean 'arm64'\?"):
         resolved(files_only, "arm46")
 
