@@ -275,7 +275,7 @@ def test_configuration_of_the_docker_image(tmp_path: Path, text: str, expected: 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("EXPOSE 70000", "found: 70000"),
+        ("EXPOSE 70000", "expected EXPOSE PORT"),
         ("VOLUME x", "volumes: 'x' is not an absolute path"),
         ("STOPSIGNAL a b", "'a b' is not a signal"),
         ("HEALTHCHECK x", "expected HEALTHCHECK"),
