@@ -1212,7 +1212,7 @@ _READERS = {
         builder/base_config.py:_with_labels packages/host_config.py:write_host_files packages/sources.py:choose_archive
         project/dockerfile/temporary.py:temporary_recipe builder/failed_line.py:__enter__,_reported,failed
         builder/layer_tests.py:_visible packages/git.py:_join_tars project/add.py:edits project/on_base.py:_texts
-        project/shipped.py:_members,shipped_tasks
+        project/shipped.py:_members,shipped_tasks cli/commands/_start.py:_entrypoint executors/podman.py:try_image
     """
     ),
     "bundle_index": "bundle/_index.py:parse",
@@ -1220,7 +1220,7 @@ _READERS = {
     "bundle_record": "bundle/read.py:import_compiled packages/git.py:mount_kept",
     "version_record": "core/checked.py:parse_json inspect/_records.py:published_layers images/published.py:read_record",
     "removal_note": "images/published.py:removals",
-    "pulled_record": "artifacts/pulled.py:_known,_noted,parse",
+    "pulled_record": "artifacts/pulled.py:_known,_noted,_reference_of,parse",
     "definition": "core/files.py:read_source spec/definition.py:read_definition",
     "recipe": "core/files.py:read_yaml spec/recipe.py:read_recipe",
     "config": "core/settings.py:read_settings",
@@ -1255,7 +1255,15 @@ _READERS = {
         project/dockerfile/base_config.py:parse_config
     """
     ),
-    "dockerfile": "project/dockerfile/ignore.py:read_ignore project/dockerfile/reader.py:json_list,read_dockerfile",
+    "dockerfile": (
+        """
+        project/dockerfile/ignore.py:read_ignore project/dockerfile/image_config.py:set_healthcheck
+        project/dockerfile/reader.py:json_list,read_dockerfile
+    """
+    ),
+    "index of the own store: tests/unit/ekiben/formats/test_squashfs_reuse.py damages it": (
+        "formats/squashfs/reuse.py:_where"
+    ),
     "base_packages": "spec/base_packages.py:read_base_packages",
     "bases_lock": "spec/bases_lock.py:read_bases_lock",
     "surveyed_project": "project/survey.py:_read_module,_read_pyproject,_required project/existing.py:_pins",
@@ -1271,7 +1279,8 @@ _READERS = {
     "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",
     "matches patterns in a text of limited size": (
         """
-        project/add.py:_not_asked,_read_lists,change_debian project/from_definition.py:create_from_definition
+        project/add.py:_keep_below,_not_asked,_read_lists,change_debian,replace_packages
+        project/from_definition.py:create_from_definition
         cli/commands/submit.py:_scripts_of packages/lock.py:_read,_resolve project/lock.py:_read
         resolve/capabilities.py:check_torch spec/recipe.py:_imports_library spec/stack.py:unlocked
     """

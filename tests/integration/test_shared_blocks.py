@@ -58,7 +58,7 @@ def test_a_sif_shares_the_blocks_of_its_layers_and_has_the_same_bytes(
     assert hashlib.sha256((xfs / "x.sif").read_bytes()).hexdigest() == elsewhere
 
 
-def test_a_damaged_layer_is_found_though_its_blocks_are_shared(xfs: Path) -> None:
+def test_a_damaged_layer_is_reported_though_its_blocks_are_shared(xfs: Path) -> None:
     layers = layers_in(xfs)
     with Path(str(layers[0].path)).open("r+b") as stream:
         stream.seek(SIZE // 2)

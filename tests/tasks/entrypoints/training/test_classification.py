@@ -231,7 +231,7 @@ def test_what_a_classifier_cannot_have_is_refused(changes: dict[str, Any], messa
         (["10", "9", "-1", "9"], FORM, ""),
     ],
 )
-def test_labels_are_found_in_the_data(
+def test_labels_are_those_of_the_data(
     labels: list[str], form: DatasetFormat, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = make_base(tmp_path / "base", "llama")
