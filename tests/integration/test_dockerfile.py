@@ -20,11 +20,13 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dockerfile_cases import CASES, Case
 from ekiben.core.progress import Progress
+from ekiben.formats.evaluated import START
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.tar import tar_stream
 from ekiben.inspect.image_info import image_of_sif
@@ -144,9 +146,10 @@ CONFIG = (
 )
 
 
-def config_of(config: Mapping[str, object]) -> dict[str, object]:
-    """The fields that are not empty."""
-    return {name: config[name] for name in CONFIG if config.get(name)}
+def config_of(config: Mapping[str, Any]) -> dict[str, object]:
+    """The fields that are not empty, without the program that evaluates an environment where a container starts."""
+    entrypoint = [item for item in config.get("Entrypoint") or () if item != START]
+    return {name: value for name in CONFIG if (value := entrypoint if name == "Entrypoint" else config.get(name))}
 
 
 @dataclass
