@@ -30,7 +30,8 @@ from ekiben.spec.task_command import parse_command, search_folders
 LAUNCH = ("per-gpu", "single", "cpu")
 _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # values of runs_on
 LIBRARY = "ekiben_tasks"  # the tasks' library, a package in entrypoints/
-LAUNCHER = ("launch_node.py", "launch_network.py")  # start a node's processes, for the library and for jobs
+# Start a node's processes, for the library and for jobs.
+LAUNCHER = ("launch_node.py", "launch_alone.py", "launch_group.py", "launch_network.py")
 _LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"\b", re.MULTILINE)
 
 

@@ -204,7 +204,7 @@ def load_tasks(family: str) -> None:
                     importlib.import_module(name)
         for name in ("training.run", "generation.batch", "task.plot"):
             importlib.import_module(f"ekiben_tasks.{name}")
-    importlib.import_module("launch_node")
+    importlib.import_module("launch_group")
     assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
@@ -364,7 +364,7 @@ class Case:
 
     def _launch(self, argv: list[str], fault: Fault, mark: Path, patience: float) -> int:
         """Be the launcher."""
-        launch_node = importlib.import_module("launch_node")
+        launch_group = importlib.import_module("launch_group")
 
         async def fork(*command: str, env: Mapping[str, str], **_: object) -> _Forked:
             pid = os.fork()
@@ -373,8 +373,8 @@ class Case:
             return _Forked(pid)
 
         asyncio.create_subprocess_exec = fork  # type: ignore[assignment]  # in the launcher's process alone
-        node = launch_node.NodeRank(0, ("localhost",), self.processes)
-        launcher = launch_node.Launcher(node, [self.task.module], port=0, key="", patience=patience, start_patience=60)
+        node = launch_group.NodeRank(0, ("localhost",), self.processes)
+        launcher = launch_group.Launcher(node, [self.task.module], port=0, key="", patience=patience, start_patience=60)
         return int(asyncio.run(launcher.run()))
 
     def _work(self, argv: list[str], fault: Fault, mark: Path) -> int:

@@ -15,7 +15,7 @@ from ekiben.run.schedulers import oar as scheduler
 from jobs import Submitter, check_no_second_start, check_scripts_by_hand, of_run, wait_for
 from workspaces import USER, Cli, Workspace, as_user, give, need
 
-pytestmark = pytest.mark.covers("ekiben/run", "entrypoints/launch_node.py")
+pytestmark = pytest.mark.covers("ekiben/run", "entrypoints/launch_node.py", "entrypoints/launch_alone.py")
 
 
 @pytest.fixture

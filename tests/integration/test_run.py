@@ -18,6 +18,7 @@ import pytest
 
 from workspaces import CA_BUNDLE, ME, USER, Cli, Workspace, as_user, give, run_as
 
+ENTRYPOINTS = Path(__file__).resolve().parents[2] / "entrypoints"
 pytestmark = pytest.mark.covers("ekiben/run", "ekiben/doctor", "ekiben/gpu")
 
 # Says what it sees, and where it is told to wait, waits until it may end.
@@ -390,6 +391,9 @@ def test_a_cold_start_of_hello_reads_at_most_16_mb(workspace: Workspace, hello: 
     cli.image(hello, "hello", "--no-verify", "--format", "sif", "-o", here / "hello.sif")
     argv = ("--store", hello, "run", "--cpu", "hello", "hello")
     assert pages_read(here / "hello.sif", lambda: cli.run(*argv, cwd=here)) <= 16_000_000
+    launcher = [*("python3", ENTRYPOINTS / "launch_node.py", "--node", 0, "--nodes", "c1", "--processes", 1, "--")]
+    in_job = ["apptainer", "exec", "--bind", ENTRYPOINTS, here / "hello.sif", *launcher, "hello"]
+    assert pages_read(here / "hello.sif", lambda: run_as(ME, *in_job, cwd=here)) <= 16_000_000
 
 
 @pytest.mark.guard

@@ -2,7 +2,7 @@
 
 A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `job.sh` (what all
 scripts do), `live/` (of --live: the recipe's scripts as they were; `live-2/`: those of another image's),
-`launch_node.py` and `launch_network.py` (start the processes on a node, inside the container), `environment` (what it
+`launch_node.py` and three modules of it (start the processes on a node, inside the container), `environment` (what it
 gets of this shell's, tokens too: for its owner only, and removed when all jobs have ended), `key` (by which the
 launchers know each other), `run.json`. Of every job, whose name is the step's, or `1-train.2` in an array: `.exit` (the
 exit code, once it is over), `.times` (how often it went back into the queue), `.attempt` (which one this is, where an

@@ -29,7 +29,7 @@ from ekiben.run.jobs.script import job_program
 from ekiben.run.jobs.states import job_status, status
 from ekiben.run.schedulers import Job, clock, load, names, pbs, seconds_of, slurm
 from ekiben.run.site import find_site
-from ekiben.spec.recipe import TaskFile, find_recipe
+from ekiben.spec.recipe import LAUNCHER, TaskFile, find_recipe
 from support.job_plans import RECIPE, SITES, image_of_recipe, made, plan_run, run_of_three_steps, scripts
 from support.programs import write_program
 from support.sample_recipe import RunCli
@@ -700,13 +700,13 @@ def test_logs_of_one_rank(tmp_path: Path, run_cli: RunCli) -> None:
 
 def test_the_launcher_is_of_the_standard_library_alone(tmp_path: Path) -> None:
     """Its files are copied into the run and started by whatever Python the image has; no bytecode is left there."""
-    for name in ("launch_node.py", "launch_network.py"):
+    for name in LAUNCHER:
         shutil.copy(Path(__file__).resolve().parents[4] / "entrypoints" / name, tmp_path)
         assert not (tmp_path / name).stat().st_mode & stat.S_IXUSR
     argv = ["python3", "-I", tmp_path / "launch_node.py", "--help"]
     done = subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["launch_network.py", "launch_node.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(LAUNCHER)
 
 
 def test_fields_that_pbs_does_not_know_yet_may_be_null() -> None:

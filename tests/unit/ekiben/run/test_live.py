@@ -11,7 +11,7 @@ import pytest
 
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.run.live import live_files
-from ekiben.spec.recipe import find_recipe
+from ekiben.spec.recipe import LAUNCHER, find_recipe
 
 
 def make_recipe(folder: Path, entrypoint: str) -> Path:
@@ -41,8 +41,7 @@ def test_folder_of_two_origins_is_mounted_file_by_file(tmp_path: Path) -> None:
     shipped = PROJECT_ROOT / "entrypoints"
     assert live_files(find_recipe(str(folder))).mounts == {
         "/opt/ekiben/recipe/entrypoints/ekiben_tasks": shipped / "ekiben_tasks",
-        "/opt/ekiben/recipe/entrypoints/launch_node.py": shipped / "launch_node.py",
-        "/opt/ekiben/recipe/entrypoints/launch_network.py": shipped / "launch_network.py",
+        **{f"/opt/ekiben/recipe/entrypoints/{name}": shipped / name for name in LAUNCHER},
         "/opt/ekiben/recipe/entrypoints/go.py": folder / "entrypoints/go.py",
         "/opt/ekiben/recipe/entrypoints/train.py": shipped / "train.py",
         "/opt/ekiben/recipe/recipe.yaml": folder / "recipe.yaml",

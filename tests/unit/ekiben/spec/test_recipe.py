@@ -13,7 +13,7 @@ import pytest
 from ekiben.core.errors import DefinitionError, EkibenError, UsageError
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.resolve.resolve import resolve
-from ekiben.spec.recipe import ShippedRecipe, find_recipe, recipe_folders
+from ekiben.spec.recipe import LAUNCHER, ShippedRecipe, find_recipe, recipe_folders
 from support.sample_recipe import SampleRecipe
 
 
@@ -65,7 +65,7 @@ def test_the_task_library_ships_complete(name: str) -> None:
     folder = PROJECT_ROOT / "entrypoints"
     library = [path for path in (folder / "ekiben_tasks").rglob("*.py") if "__pycache__" not in path.parts]
     assert len(library) > 20
-    for path in [*library, folder / "launch_node.py", folder / "launch_network.py"]:
+    for path in [*library, *(folder / name for name in LAUNCHER)]:
         assert members[f"entrypoints/{path.relative_to(folder)}"] == path
     assert not [inside for inside in members if "__pycache__" in inside or inside.endswith(".pyc")]
 
@@ -185,8 +185,7 @@ class TestMembers:
             "recipe.yaml": sample.path / "recipe.yaml",
             "entrypoints/greet.py": sample.path / "entrypoints/greet.py",
             "entrypoints/hello.py": PROJECT_ROOT / "entrypoints/hello.py",
-            "entrypoints/launch_node.py": PROJECT_ROOT / "entrypoints/launch_node.py",
-            "entrypoints/launch_network.py": PROJECT_ROOT / "entrypoints/launch_network.py",
+            **{f"entrypoints/{name}": PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER},
             "configs/greet.yaml": sample.path / "configs/greet.yaml",
         }
         assert "entrypoints/ekiben_tasks/task/settings.py" in library
