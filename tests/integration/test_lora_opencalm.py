@@ -262,7 +262,7 @@ def test_an_edited_entrypoint_rebuilds_the_top_layer_only(built: BuiltImage, wor
     script = built.checkout / "entrypoints/chat.py"
     script.write_text(script.read_text() + "\n# edited\n")
     rows = json.loads(built.cli(workspace).run("--store", built.store, "plan", "lora-opencalm", "--json").stdout)
-    assert [row["stored"] for row in rows] == [True, True, True, True, False]
+    assert [row["stored"] for row in rows] == [True] * (len(rows) - 1) + [False]
     assert "entrypoints/chat.py" in rows[-1]["reason"]
     began = time.monotonic()
     made = built.cli(workspace).image(built.store, "lora-opencalm", "--format", "sif", "--no-verify", "-o", built.sif)
