@@ -118,11 +118,13 @@ def generate(model_name: str, prompt: str) -> str:
         return _continue(*load_ready("", model_name, choose_device("cpu")), model_name, prompt)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            model_name, dtype=torch.float32, trust_remote_code=False
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            model_name, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:
         raise TaskError(format_hub_error(error, model_name, "model")) from error
+    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        raise TaskError(f"model {model_name}: its files lack the weights {', '.join(missing[:3])}; write it again")
     return _continue(model, tokenizer, model_name, prompt)
 
 
@@ -143,8 +145,17 @@ def _continue(model: Any, tokenizer: Any, model_name: str, prompt: str) -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise TaskError for a folder without a model or adapter, and for an adapter whose base nobody else has."""
-    if (folder / "config.json").is_file():
+    """Raise TaskError for a folder without a model that generates, and for an adapter whose base nobody else has."""
+    config = folder / "config.json"
+    is_classifier = (folder / "labels.json").is_file()  # beside an adapter
+    if config.is_file():
+        names = input_files.read_object(config, "train or merge again").get("architectures")
+        is_classifier = isinstance(names, list) and any(str(n).endswith("ForSequenceClassification") for n in names)
+    if is_classifier:
+        raise TaskError(
+            f"{folder.absolute()}: is a classifier, and this task uploads what generates text; `hf upload` takes it"
+        )
+    if config.is_file():
         return
     adapter = folder / "adapter_config.json"
     if not adapter.is_file():

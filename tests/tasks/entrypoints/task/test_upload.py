@@ -20,6 +20,7 @@ SCRIPTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
 sys.path.insert(0, str(SCRIPTS))
 
 import peft
+import safetensors.torch
 
 from ekiben_tasks.models import load
 from ekiben_tasks.models.device import choose_device
@@ -109,3 +110,18 @@ def test_card_has_the_records_and_leaves_what_users_wrote(
     (adapter / "README.md").write_text("# mine\n")
     assert "README.md: yours, stays as it is" in run("--replace-card")
     assert hub_server.files["you/adapter"]["README.md"] == b"# mine\n"
+
+
+def test_what_generates_no_text_is_refused(base: Path, tmp_path: Path, hub_server: HubServer) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GPTNeoXForSequenceClassification"]}))
+    done = upload(folder, hub_server.url, tmp_path / "home", "--dry-run")
+    assert done.returncode == 1 and "is a classifier" in done.stderr, done.stderr
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    del weights["embed_out.weight"]
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    done = upload(folder, hub_server.url, tmp_path / "home", "--dry-run")
+    assert done.returncode == 1 and "lack the weights" in done.stderr, done.stderr
