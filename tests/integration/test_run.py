@@ -391,8 +391,8 @@ def test_a_cold_start_of_hello_reads_at_most_16_mb(workspace: Workspace, hello: 
     cli.image(hello, "hello", "--no-verify", "--format", "sif", "-o", here / "hello.sif")
     argv = ("--store", hello, "run", "--cpu", "hello", "hello")
     assert pages_read(here / "hello.sif", lambda: cli.run(*argv, cwd=here)) <= 16_000_000
-    launcher = [*("python3", ENTRYPOINTS / "launch_node.py", "--node", 0, "--nodes", "c1", "--processes", 1, "--")]
-    in_job = ["apptainer", "exec", "--bind", ENTRYPOINTS, here / "hello.sif", *launcher, "hello"]
+    launcher = ("python3", ENTRYPOINTS / "launch_node.py", "--node", "0", "--nodes", "c1", "--processes", "1", "--")
+    in_job = ("apptainer", "exec", "--bind", ENTRYPOINTS, here / "hello.sif", *launcher, "hello")
     assert pages_read(here / "hello.sif", lambda: run_as(ME, *in_job, cwd=here)) <= 16_000_000
 
 
