@@ -223,7 +223,7 @@ def check(settings: Settings) -> None:
         problems.append("setting eval_every=0: early_stopping_patience and load_best_model_at_end need evaluations")
     problems += _classifier_problems(settings)
     if settings.bits < 16 and settings.method != "lora":
-        problems.append(f"setting bits={settings.bits}: such weights cannot learn; take it with method=lora")
+        problems.append(f"setting bits={settings.bits}: such weights cannot be trained; use method=lora")
     if reason := missing_package(settings.attention):
         problems.append(reason)
     if problems:
@@ -258,7 +258,7 @@ def _strategy_problems(settings: Settings) -> list[str]:
     if settings.bits < 16 and settings.parallel != "auto" and not strategy.find(settings.parallel).TAKES_QUANTIZED:
         return [
             f"setting bits={settings.bits}: not together with parallel={settings.parallel}; "
-            "take parallel=ddp, where each GPU holds the small weights whole, or bits=16"
+            "use parallel=ddp, where each GPU holds the small weights whole, or bits=16"
         ]
     if settings.deepspeed.offload == "all" and settings.deepspeed.stage == 2:
         return ["setting deepspeed.offload=all: weights are shared only with --set deepspeed.stage=3"]

@@ -167,7 +167,7 @@ def test_the_suggested_command_is_a_task_of_the_image(
     (tmp_path / task).write_text("#!/bin/sh\n")
     (tmp_path / task).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = {"mfu": None, "steps": 1, "time_to_train_s": 1.0, "tokens_per_s": 1.0, "peak_memory_bytes": 1}
+    found = {"mfu": None, "steps": 1, "time_to_train_s": 1.0, "tokens_per_s": 1.0, "peak_memory_bytes": 1, "data": {}}
     assert run_summary.format_footer(found, "adapter", Path("out"))[-1] == f"try         {message}"
 
 

@@ -41,7 +41,9 @@ def run(server: HubServer, folder: Path, *arguments: object, **variables: str) -
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_HOME": str(folder / "home"), "HF_ENDPOINT": server.url, "HF_HUB_DISABLE_XET": "1", **variables}
     task, *options = map(str, arguments)
-    argv = [sys.executable, str(ENTRYPOINTS / f"{task}.py"), *options, "--set", "device=cpu"]
+    # The image of the tests has another recipe, perhaps without the task.
+    script = next(path for path in (ENTRYPOINTS / f"{task}.py", ROOT / "entrypoints" / f"{task}.py") if path.is_file())
+    argv = [sys.executable, str(script), *options, "--set", "device=cpu"]
     return subprocess.run(argv, env=env, capture_output=True, text=True, cwd=folder, check=False, timeout=300)
 
 

@@ -176,6 +176,7 @@ def test_unused_settings_are_named(changes: dict[str, Any], sentences: list[str]
 def test_sft_passes_each_setting_on_or_refuses_it(
     name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("EKIBEN_RECIPE", raising=False)  # in an image: that of another recipe
     passed: list[Any] = []
     monkeypatch.setattr(sft, "train", lambda settings, *rest: passed.append(settings) or 0)
     monkeypatch.setattr(sft, "prepare", lambda settings, files, *rest, **more: passed.append(files) or settings.train)
